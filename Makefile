@@ -1,0 +1,36 @@
+# Every target does its own set-up; when .venv is already right it costs nothing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The demo and the tests run on CPU ranks with one thread each; a user's own settings win.
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+# torch goes first and alone, at the exact version: later requirements then keep it.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/sparsebalance compare --config examples/demo.yaml --out runs/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/attention.py --json benchmarks/results/attention.json
+	$(BIN)/python benchmarks/predictor.py --json benchmarks/results/predictor.json
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

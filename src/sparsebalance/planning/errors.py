@@ -1,0 +1,10 @@
+"""The one error type for bad input: every message names the value, the limit and the way out."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Raised for input that the user can correct (lengths, configs, tables, topologies, data files).
+
+    The command line prints its message without a traceback and exits with status 2.
+    """
