@@ -1,0 +1,1 @@
+"""Block-sparse attention: layout and interface, naive reference, MoBA router, CPU kernel, coverage probe."""
