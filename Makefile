@@ -26,6 +26,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy --strict src/sparsebalance/planning
 	$(BIN)/mypy
 
 bench: $(STAMP)

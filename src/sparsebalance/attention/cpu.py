@@ -21,7 +21,12 @@ SLICE_SCORES = 128 * 64 * 64  # scores of one slice: 2 MB in fp32, measured best
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, layout: PackedLayout, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: BlockSelection,
+    layout: PackedLayout,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over the selected blocks, causal inside the own block.
 
@@ -43,7 +48,13 @@ def attend(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, layout: PackedLayout, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        selection: BlockSelection,
+        layout: PackedLayout,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         tokens, heads, _ = q.shape
         out_blocks, lse_blocks = _dense_forward(_Operands(q * scale, k, v, layout), selection)

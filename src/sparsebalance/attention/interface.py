@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.work import Granularity
 
-Granularity = Literal["token", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("token", "block")
 
 
@@ -181,9 +181,7 @@ def budget_per_segment(budget: int | Sequence[int] | Tensor, layout: PackedLayou
     if blocks.numel() == 1:
         blocks = blocks.expand(layout.segments)
     if blocks.numel() != layout.segments:
-        raise InputError(
-            f"{blocks.numel()} budgets for {layout.segments} segments; give one for all or one for each"
-        )
+        raise InputError(f"{blocks.numel()} budgets for {layout.segments} segments; give one for all or one for each")
     if blocks.numel() and int(blocks.min()) < 1:
         raise InputError(f"budget {int(blocks.min())} is below 1 block: the own block is always read")
     return blocks
@@ -235,7 +233,10 @@ class BlockSelection:
 class Router(Protocol):
     """Chooses key blocks. Nothing here is differentiated: gradients do not pass through selection."""
 
-    granularity: Granularity
+    @property
+    def granularity(self) -> Granularity:
+        """What routes for itself: every query, or every query block."""
+        ...
 
     def score(self, q: Tensor, k: Tensor, layout: PackedLayout) -> RoutingScores:
         """q [tokens_q, H, D], k [tokens_k, Hk, D] -> scores."""

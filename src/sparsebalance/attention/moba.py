@@ -134,9 +134,7 @@ def _choose_for_tokens(scores: RoutingScores, segment: int, budget: int) -> tupl
     return rows, heads, blocks
 
 
-def _dense_part(
-    layout: PackedLayout, heads: int, budget: Budget, past: dict[int, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _dense_part(layout: PackedLayout, heads: int, budget: Budget, past: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
     """Counts and indices of the blocks that whole query blocks read, own block first.
 
     Segments in `past` read the chosen blocks; all others read everything (budget at least the number of
@@ -159,9 +157,7 @@ def _dense_part(
     return counts, indices
 
 
-def _tiles(
-    reads: list[tuple[Tensor, Tensor, Tensor]], scores: RoutingScores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _tiles(reads: list[tuple[Tensor, Tensor, Tensor]], scores: RoutingScores) -> tuple[Tensor, Tensor, Tensor]:
     """Group single reads by key block and head into tiles of TILE queries: (rows, blocks, heads)."""
     heads, kv_heads = scores.queries.shape[1], scores.keys.shape[1]
     query, head, block = (torch.cat(parts) for parts in zip(*reads))

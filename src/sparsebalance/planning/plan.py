@@ -177,9 +177,7 @@ class StepPlan:
                 raise InputError(f"rank {index} has no unit; give it an explicit empty one")
             for unit in rank:
                 if token_cap is not None and unit.tokens > token_cap:
-                    raise InputError(
-                        f"rank {index}: a unit holds {unit.tokens} tokens, over the cap of {token_cap}"
-                    )
+                    raise InputError(f"rank {index}: a unit holds {unit.tokens} tokens, over the cap of {token_cap}")
                 if any(budget < 1 for budget in unit.budgets):
                     raise InputError(f"rank {index}: budgets {unit.budgets} hold a value below 1 block")
                 for segment in unit.segments:

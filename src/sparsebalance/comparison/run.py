@@ -1,0 +1,203 @@
+"""Runs every policy's plan of every global batch on the same weights, in rotating order, and times it.
+
+In: a `CompareConfig` and this process's place among the ranks. Out: one record per step (the same on every
+rank) with each policy's measured times, loss and gradient norm. After all policies ran a batch, one optimiser
+step is taken with the gradients of the first one, so all policies see the same training trajectory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsebalance.attention.probe import CoverageProbe
+from sparsebalance.planning.coverage import BUDGET_GRID, CoverageCurves, CoverageEstimator
+from sparsebalance.planning.plan import Sample, StepPlan
+from sparsebalance.planning.policy import Policy, plan_step
+from sparsebalance.planning.table import LatencyTable
+from sparsebalance.planning.work import key_blocks
+from sparsebalance.profiling.memory import PeakMemory
+from sparsebalance.training.config import CompareConfig
+from sparsebalance.training.engine import RankResult
+from sparsebalance.training.session import Session
+from sparsebalance.training.trainer import learning_rate, make_optimizer, update
+
+Probes = dict[tuple[int, int], CoverageProbe]
+OnPolicy = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class PolicyStep:
+    """What one policy measured in one step, the same on every rank."""
+
+    plan: StepPlan
+    planning_ms: float
+    step_ms: float
+    all_reduce_ms: list[float]
+    results: list[RankResult]
+    loss: float
+    grad_norm: float
+    peak_memory_mb: float | None
+
+
+def run_comparison(
+    session: Session,
+    config: CompareConfig,
+    table: LatencyTable,
+    on_policy: OnPolicy = lambda step, policy: None,
+) -> list[dict[str, Any]]:
+    """Returns one JSON-compatible record per step.
+
+    Args:
+        on_policy: called before a policy runs in a step, e.g. for a progress bar.
+    """
+    policies = [session.policy(name) for name in config.policies]
+    optimizer = make_optimizer(session.engine.model, config.optimizer)
+    estimator = CoverageEstimator(config.attention.block_size)
+    records = []
+    for step in range(config.steps):
+        samples = session.batches.at(step)
+        curves = estimator.curves()
+        plans = [_plan(session, policy, table, samples, curves) for policy in policies]
+        # Untimed: measures coverage for everyone, and brings the step's data and code into the caches.
+        probes = _probe(session, plans[0][0])
+        measured: dict[str, PolicyStep] = {}
+        baseline_gradients = torch.empty(0)
+        for turn in range(len(policies)):
+            index = (turn + step) % len(policies)
+            plan, planning_ms = plans[index]
+            on_policy(step, plan.policy)
+            measured[plan.policy] = _run(session, plan, planning_ms, step)
+            if index == 0:
+                baseline_gradients = session.gradients.buffer.clone()
+        session.gradients.buffer.copy_(baseline_gradients)
+        session.gradients.clip(config.optimizer.clip_norm)
+        rate = learning_rate(config.optimizer, step, config.steps)
+        update(optimizer, rate)
+        lengths = {sample.id: sample.length for sample in samples}
+        for (sample, layer), probe in sorted(probes.items()):
+            estimator.update(layer, lengths[sample], probe.router)
+        records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes))
+    return records
+
+
+def _plan(
+    session: Session, policy: Policy, table: LatencyTable, samples: list[Sample], curves: CoverageCurves
+) -> tuple[StepPlan, float]:
+    begin = time.perf_counter()
+    plan = plan_step(samples, table, session.topology, policy, curves)
+    planning_ms = (time.perf_counter() - begin) * 1e3
+    plan.validate(samples, policy.token_cap)
+    session.check_same_plan(plan)
+    return plan, planning_ms
+
+
+def _probe(session: Session, plan: StepPlan) -> Probes:
+    rows = session.config.attention.probe_rows
+    mine = session.engine.probe(plan.ranks[session.ranks.rank], session.data.examples, rows)
+    return {key: probe for part in session.ranks.gather(mine) for key, probe in part.items()}
+
+
+def _run(session: Session, plan: StepPlan, planning_ms: float, step: int) -> PolicyStep:
+    session.gradients.zero()
+    session.ranks.barrier()
+    with PeakMemory() as peak:
+        begin = time.perf_counter()
+        try:
+            result = session.engine.run(plan.ranks[session.ranks.rank], session.data.examples, plan.targets)
+        except Exception as error:
+            raise RuntimeError(f"step {step}, policy {plan.policy}: {type(error).__name__}: {error}") from error
+        computed = time.perf_counter()
+        session.ranks.all_reduce(session.gradients.buffer)
+        end = time.perf_counter()
+    gathered = session.ranks.gather((result, (end - begin) * 1e3, (end - computed) * 1e3, planning_ms, peak.megabytes))
+    results, step_ms, all_reduce_ms, planning, memory = zip(*gathered, strict=True)
+    return PolicyStep(
+        plan=plan,
+        planning_ms=max(planning),
+        step_ms=max(step_ms),
+        all_reduce_ms=list(all_reduce_ms),
+        results=list(results),
+        loss=sum(result.loss for result in results),
+        grad_norm=session.gradients.norm(),
+        peak_memory_mb=None if None in memory else max(memory),
+    )
+
+
+def _record(
+    step: int,
+    rate: float,
+    samples: list[Sample],
+    measured: dict[str, PolicyStep],
+    names: list[str],
+    probes: Probes,
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "learning_rate": rate,
+        "tokens": sum(sample.length for sample in samples),
+        "targets": sum(sample.targets for sample in samples),
+        "samples": [{"id": s.id, "length": s.length, "targets": s.targets} for s in samples],
+        "baseline_loss": measured[names[0]].loss,
+        "policies": {name: _policy_record(measured[name], probes) for name in names},
+    }
+
+
+def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
+    units = [unit for unit in run.plan.micro_batches if unit.segments]
+    router, oracle = plan_coverage(run.plan, probes)
+    return {
+        "step_ms": run.step_ms,
+        "rank_busy_ms": [result.busy_ms for result in run.results],
+        "all_reduce_ms": run.all_reduce_ms,
+        "loss": run.loss,
+        "grad_norm": run.grad_norm,
+        "coverage": router,
+        "oracle_coverage": oracle,
+        "mean_budget": float(np.mean([budget for unit in units for budget in unit.budgets])),
+        "planning_ms": run.planning_ms,
+        "predicted_step_ms": run.plan.predicted_step_ms,
+        "peak_memory_mb": run.peak_memory_mb,
+        "units": [
+            [
+                {
+                    "lengths": [segment.tokens for segment in unit.segments],
+                    "tokens": unit.tokens,
+                    "targets": unit.targets,
+                    "budgets": list(unit.budgets),
+                    "predicted_ms": unit.latency.total_ms,
+                    "start_ms": time_.start_ms,
+                    "forward_ms": time_.forward_ms,
+                    "backward_ms": time_.backward_ms,
+                }
+                for unit, time_ in zip(rank, result.units, strict=True)
+            ]
+            for rank, result in zip(run.plan.ranks, run.results, strict=True)
+        ],
+    }
+
+
+def plan_coverage(plan: StepPlan, probes: Probes) -> tuple[float, float]:
+    """Token- and layer-weighted mean of the measured coverage at the plan's budgets: router, and oracle."""
+    totals, weight = np.zeros(2), 0
+    for unit in plan.micro_batches:
+        for segment in unit.segments:
+            full = key_blocks(segment.end, plan.block_size)
+            for layer, budget in enumerate(unit.budgets):
+                probe = probes[segment.sample, layer]
+                if budget >= full:
+                    covered = np.ones(2)
+                else:
+                    grid = np.log(BUDGET_GRID)
+                    covered = np.array(
+                        [np.interp(np.log(budget), grid, curve) for curve in (probe.router, probe.oracle)]
+                    )
+                totals += segment.tokens * covered
+                weight += segment.tokens
+    router, oracle = (totals / weight).tolist()
+    return router, oracle

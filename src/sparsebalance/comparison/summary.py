@@ -1,0 +1,135 @@
+"""From step records to summary.json: medians, spreads, speed-ups, imbalances, and the run's own checks.
+
+Speed-ups are ratios of time per target token over the whole run; their spread is that of the steps' ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsebalance.planning.policy import OURS
+from sparsebalance.planning.simulator import imbalance
+
+SCHEMA = 1
+LOSS_LIMIT = 1e-5
+GRAD_NORM_LIMIT = 1e-4
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Strict policies at equal budgets must train exactly like the baseline: largest relative differences."""
+
+    strict_loss_rel_diff_max: float
+    strict_grad_norm_rel_diff_max: float
+    loss_limit: float = LOSS_LIMIT
+    grad_norm_limit: float = GRAD_NORM_LIMIT
+
+    @property
+    def passed(self) -> bool:
+        return (
+            self.strict_loss_rel_diff_max <= self.loss_limit
+            and self.strict_grad_norm_rel_diff_max <= self.grad_norm_limit
+        )
+
+    def record(self) -> Record:
+        return {**vars(self), "passed": self.passed}
+
+
+def check_strict(records: Sequence[Record], baseline: str, tuned: Sequence[str]) -> Checks:
+    """Compare losses and gradient norms of all untuned policies with the baseline's, step by step."""
+    loss = norm = 0.0
+    for record in records:
+        base = record["policies"][baseline]
+        for name, policy in record["policies"].items():
+            if name not in tuned:
+                loss = max(loss, _relative(policy["loss"], base["loss"]))
+                norm = max(norm, _relative(policy["grad_norm"], base["grad_norm"]))
+    return Checks(loss, norm)
+
+
+def _relative(value: float, base: float) -> float:
+    return abs(value - base) / max(abs(base), 1e-12)
+
+
+def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[str]) -> tuple[dict[str, Record], str]:
+    """Per policy the figures of the run, and the name of the fastest baseline.
+
+    Args:
+        records: of all steps.
+        names: policies; the first is the baseline.
+        tuned: those whose budgets differ from the default.
+    """
+    ms = {name: np.array([r["policies"][name]["step_ms"] for r in records]) for name in names}
+    # Every policy trains the same target tokens in a step, so time per target token compares as time.
+    baselines = [name for name in names if name not in OURS]
+    best = min(baselines, key=lambda name: float(ms[name].sum()))
+    summary = {}
+    for name in names:
+        steps = [record["policies"][name] for record in records]
+        ratios = ms[names[0]] / ms[name]
+        unit_ms = [[[u["forward_ms"] + u["backward_ms"] for u in rank] for rank in step["units"]] for step in steps]
+        uneven = [imbalance(ranks) for ranks in unit_ms]
+        busy = [sum(step["rank_busy_ms"]) / (len(step["rank_busy_ms"]) * step["step_ms"]) for step in steps]
+        error = [abs(_predicted(step) - _busy(step)) / _busy(step) for step in steps]
+        planning = [step["planning_ms"] for step in steps]
+        memory = [step["peak_memory_mb"] for step in steps]
+        summary[name] = {
+            "step_ms": float(np.median(ms[name])),
+            "step_ms_p10": float(np.quantile(ms[name], 0.1)),
+            "step_ms_p90": float(np.quantile(ms[name], 0.9)),
+            "speedup_vs_random": float(ms[names[0]].sum() / ms[name].sum()),
+            "speedup_vs_random_p10": float(np.quantile(ratios, 0.1)),
+            "speedup_vs_random_p90": float(np.quantile(ratios, 0.9)),
+            "speedup_vs_best_baseline": float(ms[best].sum() / ms[name].sum()),
+            "imbalance": {
+                "all": float(np.mean([x.all for x in uneven])),
+                "slot": float(np.mean([x.slot for x in uneven])),
+                "rank": float(np.mean([x.rank for x in uneven])),
+            },
+            "busy_fraction": float(np.mean(busy)),
+            "coverage": float(np.mean([step["coverage"] for step in steps])),
+            "oracle_coverage": float(np.mean([step["oracle_coverage"] for step in steps])),
+            "mean_budget": float(np.mean([step["mean_budget"] for step in steps])),
+            "loss": float(np.mean([step["loss"] for step in steps])),
+            "planning_ms": float(np.median(planning)),
+            "planning_share": float(np.sum(planning) / ms[name].sum()),
+            "peak_memory_mb": None if None in memory else float(max(memory)),
+            "micro_batches": float(np.mean([sum(map(len, step["units"])) for step in steps])),
+            "predicted_step_ms": float(np.median([step["predicted_step_ms"] for step in steps])),
+            "predictor_error": float(np.median(error)),
+            "strict": True,
+            "tuned": name in tuned,
+            "ours": name in OURS,
+        }
+    return summary, best
+
+
+def unit_error(records: Sequence[Record]) -> float:
+    """Mean absolute relative error of the predicted latency over every micro-batch that ran.
+
+    None of them is a measuring point of the table: their lengths and packs come from the data.
+    """
+    errors = [
+        abs(unit["predicted_ms"] / (unit["forward_ms"] + unit["backward_ms"]) - 1)
+        for record in records
+        for policy in record["policies"].values()
+        for rank in policy["units"]
+        for unit in rank
+        if unit["tokens"]
+    ]
+    return float(np.mean(errors))
+
+
+def _busy(step: Record) -> float:
+    """Measured milliseconds of the slowest rank's own work."""
+    return max(step["rank_busy_ms"])
+
+
+def _predicted(step: Record) -> float:
+    return float(step["predicted_step_ms"])

@@ -1,0 +1,254 @@
+"""The profiled latency model: measured points of one machine and one model, with their provenance.
+
+In: a JSON file that `sparsebalance profile` wrote. Out: a `LatencyModel`. Attention is stored as measured
+milliseconds at (length, budget) points and interpolated as milliseconds per computed score, which varies
+slowly, in the logarithms of both; the rest of the model as milliseconds over tokens and over target tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import Latency, Segment
+from sparsebalance.planning.work import Granularity, computed_scores, key_blocks
+
+SCHEMA = 1
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a table was measured for; it predicts nothing else.
+
+    Attributes:
+        layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary: the decoder's sizes.
+        block_size, granularity: of the block-sparse attention.
+        device: "cpu" or the accelerator's name. dtype: of the computation. threads: per process.
+        checkpointing: whether the backward recomputes the layers' forward.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    block_size: int
+    granularity: Granularity
+    device: str
+    dtype: str
+    threads: int
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionPoint:
+    """One attention layer on a whole sample of `length` tokens at `budget` blocks: the milliseconds that the
+    sample adds to a call (the call's fixed cost is the table's `call_ms`)."""
+
+    length: int
+    budget: int
+    router_ms: float
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class LinePoint:
+    """Milliseconds of everything else in the model at `count` tokens, or of the loss at `count` targets."""
+
+    count: int
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Attributes:
+    identity: see `Identity`.
+    provenance: host kind, torch version, date, repeats: for people and reports.
+    attention: points over lengths and budgets; at every length the same budgets up to its full one.
+    linear: model without attention over the tokens of a micro-batch, at least 2 points.
+    head: final projection and loss over target tokens, at least 2 points.
+    call_ms: fixed (forward, backward) milliseconds of one attention layer's call.
+    """
+
+    identity: Identity
+    provenance: Mapping[str, Any]
+    attention: tuple[AttentionPoint, ...]
+    linear: tuple[LinePoint, ...]
+    head: tuple[LinePoint, ...]
+    call_ms: tuple[float, float]
+
+    @property
+    def block_size(self) -> int:
+        return self.identity.block_size
+
+    @property
+    def layers(self) -> int:
+        return self.identity.layers
+
+    def latency(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Latency:
+        if not segments:
+            return Latency(0.0, 0.0)
+        forward, backward = self._line(self.linear, sum(segment.tokens for segment in segments))
+        targets = sum(segment.targets for segment in segments)
+        if targets:
+            head_forward, head_backward = self._line(self.head, targets)
+            forward, backward = forward + head_forward, backward + head_backward
+        distinct, layers = np.unique(np.asarray(budgets, dtype=np.int64), return_counts=True)
+        attention_forward, attention_backward = self._attention(segments, distinct)
+        return Latency(forward + float(attention_forward @ layers), backward + float(attention_backward @ layers))
+
+    def attention_ms(self, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> NDArray[np.float64]:
+        forward, backward = self._attention(segments, budgets)
+        return forward + backward
+
+    def _attention(self, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        forward = np.full(len(budgets), self.call_ms[0])
+        backward = np.full(len(budgets), self.call_ms[1])
+        for s in segments:
+            allowed = np.minimum(budgets, key_blocks(s.end, self.block_size))
+            scores = computed_scores(s.start, s.end, allowed, self.block_size, self.identity.granularity)
+            rates = self._rates(s.end, allowed)
+            forward += scores * rates[0]
+            backward += scores * rates[1]
+        return forward, backward
+
+    def _rates(self, length: int, budgets: NDArray[np.int64]) -> Floats:
+        """Milliseconds per computed score, [2, len(budgets)], bilinear in logarithms, held at the edges."""
+        lengths, grid, logs = self._grid
+        x = np.clip(np.interp(math.log(length), lengths, np.arange(len(lengths))), 0, len(lengths) - 1)
+        low = min(int(x), len(lengths) - 2)
+        weight = x - low
+        row = logs[:, low] * (1 - weight) + logs[:, low + 1] * weight
+        log_budgets = np.log(budgets)
+        rates: Floats = np.exp(np.stack([np.interp(log_budgets, grid, values) for values in row]))
+        return rates
+
+    @cached_property
+    def _grid(self) -> tuple[Floats, Floats, Floats]:
+        """log lengths [n], log budgets [m], log milliseconds per score [2, n, m]."""
+        lengths = sorted({point.length for point in self.attention})
+        budgets = sorted({point.budget for point in self.attention})
+        logs = np.full((2, len(lengths), len(budgets)), np.nan)
+        for point in self.attention:
+            scores = float(computed_scores(0, point.length, point.budget, self.block_size, self.identity.granularity))
+            place = (lengths.index(point.length), budgets.index(point.budget))
+            for side, ms in enumerate((point.router_ms + point.forward_ms, point.backward_ms)):
+                logs[side][place] = math.log(ms / scores)
+        for side in range(2):
+            for row in logs[side]:  # a short sample's full budget stands for every larger one
+                known = np.flatnonzero(~np.isnan(row))
+                row[:] = np.interp(np.arange(len(budgets)), known, row[known])
+        return np.log(lengths), np.log(budgets), logs
+
+    @staticmethod
+    def _line(points: Sequence[LinePoint], count: int) -> tuple[float, float]:
+        """Piecewise linear through the points and on at the last slope; below the first, the first's cost."""
+        x = [point.count for point in points]
+        sides = []
+        for y in ([p.forward_ms for p in points], [p.backward_ms for p in points]):
+            if count > x[-1]:
+                slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+                sides.append(y[-1] + max(slope, 0.0) * (count - x[-1]))
+            else:
+                sides.append(float(np.interp(count, x, y)))
+        return sides[0], sides[1]
+
+    def check_matches(self, run: Identity) -> None:
+        """Raises:
+        InputError: the run's model, attention or machine differs; names every differing field.
+        """
+        differing = [
+            f"{f.name} (table {getattr(self.identity, f.name)!r}, run {getattr(run, f.name)!r})"
+            for f in fields(Identity)
+            if getattr(self.identity, f.name) != getattr(run, f.name)
+        ]
+        if differing:
+            raise InputError(
+                f"the latency table was measured for something else: {', '.join(differing)}; "
+                "measure again with `sparsebalance profile`, or run what it was measured for"
+            )
+
+    @classmethod
+    def mean(cls, tables: Sequence[LatencyTable]) -> LatencyTable:
+        """Point by point mean of tables measured at the same points, as several ranks do at once."""
+
+        def attention(points: tuple[AttentionPoint, ...]) -> AttentionPoint:
+            router, forward, backward = np.mean(
+                [(p.router_ms, p.forward_ms, p.backward_ms) for p in points], axis=0
+            ).tolist()
+            return AttentionPoint(points[0].length, points[0].budget, router, forward, backward)
+
+        def line(points: tuple[LinePoint, ...]) -> LinePoint:
+            forward, backward = np.mean([(p.forward_ms, p.backward_ms) for p in points], axis=0).tolist()
+            return LinePoint(points[0].count, forward, backward)
+
+        call = np.mean([table.call_ms for table in tables], axis=0).tolist()
+        return replace(
+            tables[0],
+            provenance={**tables[0].provenance, "processes": len(tables)},
+            attention=tuple(map(attention, zip(*(table.attention for table in tables), strict=True))),
+            linear=tuple(map(line, zip(*(table.linear for table in tables), strict=True))),
+            head=tuple(map(line, zip(*(table.head for table in tables), strict=True))),
+            call_ms=(call[0], call[1]),
+        )
+
+    def save(self, path: Path) -> None:
+        """Write atomically as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises:
+        InputError: no such file, not JSON, another schema, or a table that cannot be interpolated.
+        """
+        if not path.is_file():
+            raise InputError(f"no latency table at {path}; make one with `sparsebalance profile --out {path}`")
+        try:
+            record = json.loads(path.read_text())
+            schema = record.pop("schema")
+            if schema != SCHEMA:
+                raise InputError(
+                    f"latency table {path} has schema {schema}, but this version reads {SCHEMA}; "
+                    "measure it again with `sparsebalance profile`"
+                )
+            table = cls(
+                identity=Identity(**record["identity"]),
+                provenance=record["provenance"],
+                attention=tuple(AttentionPoint(**point) for point in record["attention"]),
+                linear=tuple(LinePoint(**point) for point in record["linear"]),
+                head=tuple(LinePoint(**point) for point in record["head"]),
+                call_ms=(float(record["call_ms"][0]), float(record["call_ms"][1])),
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise InputError(
+                f"latency table {path} is broken ({error}); measure it again with `sparsebalance profile`"
+            ) from error
+        table._check_points(path)
+        return table
+
+    def _check_points(self, path: Path) -> None:
+        times = [t for p in self.attention for t in (p.router_ms, p.forward_ms, p.backward_ms)]
+        times += [t for p in (*self.linear, *self.head) for t in (p.forward_ms, p.backward_ms)]
+        lengths = {point.length for point in self.attention}
+        if len(lengths) < 2 or len(self.linear) < 2 or len(self.head) < 2:
+            raise InputError(f"latency table {path} has too few points; measure it again")
+        if not all(math.isfinite(t) and t > 0 for t in times):
+            raise InputError(f"latency table {path} holds a time that is not above 0; measure it again")

@@ -1,0 +1,1 @@
+"""Measures the running machine and writes latency tables."""

@@ -1,0 +1,230 @@
+"""Measures one model on this machine, term by term, and returns a latency table.
+
+Every point is timed once per round, rounds are interleaved over all points (so that a slow spell of the
+machine hits all alike), the first round is a warm-up that never enters the table, and medians are kept.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparsebalance.attention.cpu import attend
+from sparsebalance.attention.interface import PackedLayout, budget_per_segment
+from sparsebalance.attention.moba import MoBARouter
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.table import AttentionPoint, Identity, LatencyTable, LinePoint
+from sparsebalance.planning.work import key_blocks
+from sparsebalance.training.loss import linear_cross_entropy
+from sparsebalance.training.sparse_attention import SparseContext
+
+PACKED_TOKENS = 2048  # short samples are measured packed up to this length, as they will run
+Progress = Callable[[int, int], None]  # (points done, points in all)
+
+
+@dataclass
+class _Point:
+    """One measurement: `run` returns milliseconds for each of its parts."""
+
+    run: Callable[[], tuple[float, ...]]
+    rounds: list[tuple[float, ...]] = field(default_factory=list)
+
+    def median(self) -> tuple[float, ...]:
+        return tuple(statistics.median(values) for values in zip(*self.rounds))
+
+
+def measure(
+    model: PreTrainedModel,
+    identity: Identity,
+    max_length: int,
+    max_budget: int = 16,
+    rounds: int = 3,
+    limit_s: float = 30.0,
+    progress: Progress | None = None,
+) -> LatencyTable:
+    """Args:
+        model: the decoder, with block-sparse attention activated.
+        identity: recorded in the table.
+        max_length: tokens of the longest sample to predict.
+        max_budget: largest budget to measure; larger ones are extrapolated by their work.
+        rounds: timed rounds after the warm-up; at least 1.
+        limit_s: no new round starts after so many seconds.
+        progress: called after every point.
+
+    Raises:
+        InputError: max_length below two blocks (nothing to interpolate between).
+    """
+    if max_length < 2 * identity.block_size:
+        raise InputError(
+            f"max_length {max_length} is below two blocks of {identity.block_size}; nothing to interpolate"
+        )
+    lengths = _powers_of_two(identity.block_size, max_length)
+    attention = {
+        (length, budget): _Point(_attention_run(identity, length, budget))
+        for length in lengths
+        for budget in _budgets(key_blocks(length, identity.block_size), max_budget)
+    }
+    linear = {count: _Point(_linear_run(model, identity, count)) for count in [1, *lengths]}
+    head = {count: _Point(_head_run(model, count)) for count in _targets(max_length)}
+    call = _Point(_attention_run(identity, 1, 1, packed=False))
+    points = [call, *attention.values(), *linear.values(), *head.values()]
+    done, begin = 0, time.perf_counter()
+    for index in range(rounds + 1):
+        if index > 1 and time.perf_counter() - begin > limit_s:
+            break
+        for point in points:
+            times = point.run()
+            if index:
+                point.rounds.append(times)
+            done += 1
+            if progress is not None:
+                progress(done, (rounds + 1) * len(points))
+    call_router, call_forward, call_backward = call.median()
+    return LatencyTable(
+        identity=identity,
+        provenance=_provenance(len(call.rounds), time.perf_counter() - begin),
+        attention=tuple(
+            _marginal(length, budget, point.median(), call.median()) for (length, budget), point in attention.items()
+        ),
+        linear=tuple(LinePoint(count, *point.median()) for count, point in linear.items()),
+        head=tuple(LinePoint(count, *point.median()) for count, point in head.items()),
+        call_ms=(call_router + call_forward, call_backward),
+    )
+
+
+def _powers_of_two(first: int, last: int) -> list[int]:
+    lengths = []
+    while first < last:
+        lengths.append(first)
+        first *= 2
+    return [*lengths, last]
+
+
+def _budgets(blocks: int, max_budget: int) -> list[int]:
+    """1, 2, 4, ... and the full budget of a sample of `blocks` blocks, up to `max_budget`."""
+    powers = {2**i for i in range(max_budget.bit_length())}
+    return sorted({b for b in powers if b <= min(blocks, max_budget)} | {min(blocks, max_budget)})
+
+
+def _targets(max_length: int) -> list[int]:
+    return sorted({1, 32, min(256, max_length), min(1024, max_length), min(2048, max_length)})
+
+
+def _marginal(length: int, budget: int, times: Sequence[float], call: Sequence[float]) -> AttentionPoint:
+    """Milliseconds that one sample adds to a call; never below a tenth of its share of the whole."""
+    copies = _copies(length)
+    router, forward, backward = (max(t - c, 0.1 * t) / copies for t, c in zip(times, call))
+    return AttentionPoint(length, budget, router, forward, backward)
+
+
+def _copies(length: int) -> int:
+    return max(1, PACKED_TOKENS // length)
+
+
+def _attention_run(
+    identity: Identity, length: int, budget: int, packed: bool = True
+) -> Callable[[], tuple[float, float, float]]:
+    """Router, forward and backward milliseconds of one attention layer."""
+
+    def run() -> tuple[float, float, float]:
+        copies = _copies(length) if packed else 1
+        layout = PackedLayout.from_lengths([length] * copies, identity.block_size)
+        dtype = getattr(torch, identity.dtype)
+        generator = torch.Generator().manual_seed(length)
+
+        def random(heads: int) -> Tensor:
+            x = torch.randn(layout.tokens_q, heads, identity.head_dim, generator=generator)
+            return x.to(dtype).requires_grad_()
+
+        q, k, v = random(identity.heads), random(identity.kv_heads), random(identity.kv_heads)
+        grad = torch.ones_like(q)
+        router = MoBARouter(identity.granularity)
+        t0 = time.perf_counter()
+        selection = router.select(router.score(q, k, layout), budget_per_segment(budget, layout))
+        t1 = time.perf_counter()
+        out, _ = attend(q, k, v, selection, layout)
+        t2 = time.perf_counter()
+        torch.autograd.grad(out, (q, k, v), grad)
+        t3 = time.perf_counter()
+        return (t1 - t0) * 1e3, (t2 - t1) * 1e3, (t3 - t2) * 1e3
+
+    return run
+
+
+class _WithoutAttention(SparseContext):
+    """Stands in for the attention: mixes q, k and v cheaply, so that all projections get gradients."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        grouped = q.unflatten(1, (k.shape[1], -1)) + (k + v)[:, :, None]
+        return grouped.flatten(1, 2)
+
+
+def _linear_run(model: PreTrainedModel, identity: Identity, tokens: int) -> Callable[[], tuple[float, float]]:
+    """Forward and backward milliseconds of the whole model without attention and without loss."""
+
+    def run() -> tuple[float, float]:
+        layout = PackedLayout.from_lengths([tokens], identity.block_size)
+        context = _WithoutAttention(layout, {}, MoBARouter(identity.granularity))
+        ids = torch.arange(tokens)[None] % identity.vocabulary
+        t0 = time.perf_counter()
+        hidden = model.base_model(
+            input_ids=ids, position_ids=torch.arange(tokens)[None], use_cache=False, sparse=context
+        ).last_hidden_state
+        loss = hidden.sum()
+        t1 = time.perf_counter()
+        loss.backward()
+        t2 = time.perf_counter()
+        return (t1 - t0) * 1e3, (t2 - t1) * 1e3
+
+    return run
+
+
+def _head_run(model: PreTrainedModel, targets: int) -> Callable[[], tuple[float, float]]:
+    def run() -> tuple[float, float]:
+        weight = model.get_output_embeddings().weight
+        hidden = torch.zeros(targets, weight.shape[1], dtype=weight.dtype, requires_grad=True)
+        wanted = torch.arange(targets) % weight.shape[0]
+        t0 = time.perf_counter()
+        loss = linear_cross_entropy(hidden, weight, wanted)
+        t1 = time.perf_counter()
+        loss.backward()
+        t2 = time.perf_counter()
+        return (t1 - t0) * 1e3, (t2 - t1) * 1e3
+
+    return run
+
+
+def host_kind() -> str:
+    """The processor's model name, as far as the system tells."""
+    for line in _cpu_info():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_info() -> Iterator[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            yield from file
+    except OSError:
+        return
+
+
+def _provenance(rounds: int, seconds: float) -> dict[str, object]:
+    return {
+        "host": host_kind(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "rounds": rounds,
+        "seconds": round(seconds, 1),
+        "processes": 1,
+    }

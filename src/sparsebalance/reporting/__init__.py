@@ -1,0 +1,1 @@
+"""Reporting: terminal tables, HTML pages, traces."""

@@ -1,0 +1,1 @@
+"""Training: config, data, model, engine, parallel processes, trainer, checkpoints."""

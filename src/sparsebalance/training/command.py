@@ -1,0 +1,86 @@
+"""`sparsebalance train` and `sparsebalance data stats`: what surrounds the training loop."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
+
+from sparsebalance.planning.errors import InputError
+from sparsebalance.reporting.progress import progress_bars
+from sparsebalance.training import checkpoint
+from sparsebalance.training.config import DataConfig, RunConfig
+from sparsebalance.training.metrics import StepRecord
+from sparsebalance.training.parallel import Ranks
+from sparsebalance.training.session import preflight, read_data
+from sparsebalance.training.trainer import train
+
+
+def check_train(config: RunConfig, resume: bool) -> None:
+    """Raises:
+    InputError: see `preflight`; or nothing to resume, or a run that would be overwritten.
+    """
+    check_start(config, resume)
+    preflight(config)
+
+
+def check_start(config: RunConfig, resume: bool) -> None:
+    """Raises:
+    InputError: nothing to resume, or a run that would be overwritten.
+    """
+    found = checkpoint.latest(config.out)
+    if resume and found is None:
+        raise InputError(f"no checkpoint under {config.out} to resume from; run without --resume")
+    if found is not None and not resume:
+        raise InputError(f"{config.out} already holds {found.name}; use --resume, or choose another --out")
+
+
+def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Console) -> dict[str, Any] | None:
+    """Train with a progress bar; the last figures, on rank 0."""
+    progress = progress_bars(console) if ranks.is_first else None
+    with progress or nullcontext():
+        task = progress.add_task("training", total=config.steps) if progress else None
+
+        def on_step(record: StepRecord) -> None:
+            if progress is not None and task is not None:
+                text = f"loss {record.loss:.3f}  {record.step_ms:.0f} ms"
+                progress.update(task, completed=record.step + 1, description=text)
+
+        records = train(config, ranks, resume, on_step)
+    if not ranks.is_first:
+        return None
+    if not records:
+        console.print(f"nothing to do: {config.out} is at step {config.steps}")
+        return {"steps": 0, "out": str(config.out)}
+    last = records[-1]
+    result = {
+        "steps": len(records),
+        "loss": last.loss,
+        "step_ms": float(np.median([record.step_ms for record in records])),
+        "imbalance_rank": float(np.mean([record.imbalance_rank for record in records])),
+        "planning_share": sum(r.planning_ms for r in records) / sum(r.step_ms for r in records),
+        "out": str(config.out),
+    }
+    console.print(
+        f"{len(records)} steps, loss {last.loss:.4f}, median {result['step_ms']:.0f} ms a step, "
+        f"slowest rank / mean {result['imbalance_rank']:.3f}; checkpoint and metrics in {config.out}"
+    )
+    return result
+
+
+def data_stats(path: Path, tokenizer: Path, html: Path | None, console: Console) -> dict[str, Any]:
+    """Tokenise a data set and show how long its samples are."""
+    config = DataConfig(path=path, tokenizer=tokenizer, max_length=2**31 - 1)
+    data, _ = read_data(config)
+    samples = data.samples()
+    lengths = [sample.length for sample in samples]
+    statistics = length_statistics(lengths, [sample.targets for sample in samples])
+    print_lengths(console, statistics, str(path))
+    if html is not None:
+        write_lengths_page(html, lengths, str(path))
+        console.print(f"page: {html}")
+    return statistics

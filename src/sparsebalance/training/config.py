@@ -1,0 +1,272 @@
+"""Typed configuration of a run: nested dataclasses, read from YAML, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from sparsebalance.planning.budgets import AnchorKind
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.work import Granularity
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder.
+
+    Attributes:
+        path: a local checkpoint directory (config.json + safetensors); the sizes below then do not count.
+        layers, hidden, intermediate, heads, kv_heads: of a randomly initialised Qwen2-family decoder.
+        rope_theta: base of the rotary position embedding.
+        dtype: of weights and activations.
+        checkpointing: recompute activations in the backward, to save memory.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    path: Path | None = None
+    layers: int = 4
+    hidden: int = 128
+    intermediate: int = 384
+    heads: int = 4
+    kv_heads: int = 2
+    rope_theta: float = 1_000_000.0
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The training data.
+
+    Attributes:
+        path: JSONL (.jsonl, .jsonl.gz) with `messages` or `text`, or a saved `datasets` directory.
+        tokenizer: a local tokenizer directory.
+        max_length: most tokens of a sample.
+        on_long: what happens to longer ones.
+        limit: read only the first so many rows.
+        batch_size: samples of a global batch (one optimiser step).
+        tail: whether an epoch's last, smaller batch is trained on ("keep") or not ("drop").
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    path: Path = Path("data/longdoc_sft.jsonl.gz")
+    tokenizer: Path = Path("data/tokenizer")
+    max_length: int = 32768
+    on_long: Literal["error", "truncate", "drop"] = "error"
+    limit: int | None = None
+    batch_size: int = 16
+    tail: Literal["keep", "drop"] = "drop"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Block-sparse attention.
+
+    Attributes:
+        block_size: keys per block.
+        budget: default attention budget in blocks, own block included.
+        granularity: "token": every query routes for itself (MoBA's definition); "block": one choice for a
+            block of queries, faster.
+        probe_every: steps between coverage measurements; 0 never measures.
+        probe_rows: queries per sample on which coverage is measured.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    block_size: int = 64
+    budget: int = 8
+    granularity: Granularity = "token"
+    probe_every: int = 10
+    probe_rows: int = 16
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """What SparseBalance decides.
+
+    Attributes:
+        policy: `sab_dst` (recommended), `sab`, `dst`, or a baseline's name.
+        token_cap: most tokens of a micro-batch; a sample may not be longer.
+        anchor, threshold, min_budget, max_budget: of dynamic sparsity tuning.
+        table: a latency table from `sparsebalance profile`; without one, the run measures first.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    policy: str = "sab_dst"
+    token_cap: int = 32768
+    anchor: AnchorKind = "mean"
+    threshold: float = 0.1
+    min_budget: int = 1
+    max_budget: int | None = None
+    table: Path | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    lr: float = 3e-4
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 10
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Processes.
+
+    Attributes:
+        dp: data-parallel processes, started by the command itself unless torchrun already did.
+        threads: CPU threads of each process.
+        timeout_s: a collective that waits longer ends the run on every rank.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    dp: int = 2
+    threads: int = 1
+    timeout_s: int = 600
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        out: directory of metrics, checkpoints and reports.
+        steps: optimiser steps.
+        seed: of weights and data order.
+        checkpoint_every: steps between checkpoints; 0 saves only at the end.
+        keep_last: checkpoints to keep.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    out: Path = Path("runs/train")
+    steps: int = 100
+    seed: int = 0
+    checkpoint_every: int = 50
+    keep_last: int = 2
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+@dataclass(frozen=True)
+class CompareConfig(RunConfig):
+    """A comparison of policies on the same weights and batches.
+
+    Attributes:
+        policies: the first is the baseline whose gradients train the model.
+    """
+
+    out: Path = Path("runs/compare")
+    steps: int = 8
+    policies: tuple[str, ...] = (
+        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "sab", "dst", "sab_dst",
+    )  # fmt: skip
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def load_config(path: Path, kind: type[Config]) -> Config:
+    """Read a YAML file into `kind`; fields that it does not name keep their defaults.
+
+    Raises:
+        InputError: no such file, not a YAML mapping, an unknown field, a value of a wrong type or range.
+    """
+    if not path.is_file():
+        raise InputError(f"no config file at {path}")
+    try:
+        record = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise InputError(f"config {path} is not valid YAML: {error}") from error
+    if not isinstance(record, dict):
+        raise InputError(f"config {path} must be a mapping of fields, but it is a {type(record).__name__}")
+    try:
+        config = TypeAdapter(kind).validate_python(record)
+    except ValidationError as error:
+        raise InputError(f"config {path}: {_explain(error, kind)}") from error
+    return config
+
+
+def _explain(error: ValidationError, kind: type) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        section: Any = kind
+        for part in first["loc"][:-1]:
+            section = get_type_hints(section)[str(part)]
+        known = [f.name for f in fields(section)] if is_dataclass(section) else []
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known fields are {', '.join(known)}"
+        return f"unknown field {where!r}; {hint}"
+    return f"field {where!r} is {first.get('input')!r}: {first['msg'].lower()}"
+
+
+def check_config(config: RunConfig) -> None:
+    """Ranges and combinations that types cannot express.
+
+    Raises:
+        InputError: names the field, its value, the limit and the way out.
+    """
+    at_least = {
+        "steps": (config.steps, 1),
+        "checkpoint_every": (config.checkpoint_every, 0),
+        "keep_last": (config.keep_last, 1),
+        "data.max_length": (config.data.max_length, 1),
+        "data.batch_size": (config.data.batch_size, 1),
+        "attention.block_size": (config.attention.block_size, 1),
+        "attention.budget": (config.attention.budget, 1),
+        "attention.probe_every": (config.attention.probe_every, 0),
+        "attention.probe_rows": (config.attention.probe_rows, 1),
+        "balance.token_cap": (config.balance.token_cap, 1),
+        "parallel.dp": (config.parallel.dp, 1),
+        "parallel.threads": (config.parallel.threads, 1),
+        "parallel.timeout_s": (config.parallel.timeout_s, 1),
+        "model.layers": (config.model.layers, 1),
+    }
+    for name, (value, limit) in at_least.items():
+        if value < limit:
+            raise InputError(f"{name} is {value}, but it must be at least {limit}")
+    if config.model.hidden % config.model.heads or config.model.heads % config.model.kv_heads:
+        raise InputError(
+            f"model: hidden {config.model.hidden} must be a multiple of heads {config.model.heads}, and heads "
+            f"a multiple of kv_heads {config.model.kv_heads}"
+        )
+    if config.data.batch_size < config.parallel.dp:
+        raise InputError(
+            f"data.batch_size is {config.data.batch_size}, but parallel.dp has {config.parallel.dp} ranks; "
+            "every rank needs at least one sample a step: raise batch_size or lower dp"
+        )
+    if config.data.max_length > config.balance.token_cap:
+        raise InputError(
+            f"data.max_length {config.data.max_length} is over balance.token_cap {config.balance.token_cap}; "
+            "a sample must fit in one micro-batch: raise token_cap or lower max_length"
+        )
+
+
+def config_record(config: RunConfig) -> dict[str, Any]:
+    """JSON-compatible copy of a config."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(entry) for entry in value]
+        return str(value) if isinstance(value, Path) else value
+
+    record: dict[str, Any] = plain(asdict(config))
+    return record

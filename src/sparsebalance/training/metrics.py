@@ -1,0 +1,58 @@
+"""metrics.jsonl: one line a step, readable while the run goes on, without repeated steps after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step, the same on every rank. Times in milliseconds, all measured but the predicted one."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    targets: int
+    step_ms: float
+    rank_busy_ms: list[float]
+    imbalance_rank: float
+    predicted_step_ms: float
+    planning_ms: float
+    mean_budget: float
+    coverage: float | None
+
+
+class MetricsFile:
+    """Appends records on the writing rank; lines of steps from `first_step` on are dropped at the start."""
+
+    def __init__(self, path: Path, writes: bool, first_step: int = 0) -> None:
+        self._file = None
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _truncate(path, first_step)
+            self._file = path.open("a", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _truncate(path: Path, first_step: int) -> None:
+    if not path.is_file():
+        return
+    # A killed run may leave half a last line: only whole lines, those that end in a newline, are kept.
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)

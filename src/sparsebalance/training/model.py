@@ -1,0 +1,91 @@
+"""The decoder of a run: built by transformers from a config, with our attention plugged in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers.utils import logging as transformers_logging
+
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.table import Identity
+from sparsebalance.training.config import AttentionConfig, ModelConfig, RunConfig
+from sparsebalance.training.sparse_attention import activate
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def build_model(
+    config: ModelConfig, attention: AttentionConfig, vocabulary: int, max_length: int, seed: int
+) -> PreTrainedModel:
+    """A Qwen2-family decoder with random weights from `seed`, or the checkpoint at `config.path`.
+
+    Raises:
+        InputError: no checkpoint there, or a model whose output projection we cannot train
+            (a bias or a soft-capped logit).
+    """
+    transformers_logging.disable_progress_bar()
+    dtype = DTYPES[config.dtype]
+    if config.path is not None:
+        _check_checkpoint(config.path)
+        model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, local_files_only=True)
+    else:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(_random_config(config, vocabulary, max_length), dtype=dtype)
+    head = model.get_output_embeddings()
+    if head.bias is not None or getattr(model.config, "final_logit_softcapping", None):
+        raise InputError(
+            f"{type(model).__name__} has a biased or soft-capped output projection, which the sliced loss "
+            "does not compute; use a Qwen2- or Llama-family decoder"
+        )
+    if vocabulary > head.weight.shape[0]:
+        raise InputError(
+            f"the tokenizer has {vocabulary} tokens, but the model's vocabulary is {head.weight.shape[0]}; "
+            "use the tokenizer that belongs to the checkpoint"
+        )
+    activate(model, attention.block_size, attention.budget, attention.granularity)
+    if config.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model
+
+
+def _random_config(config: ModelConfig, vocabulary: int, max_length: int) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=max_length,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+    )
+
+
+def _check_checkpoint(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise InputError(f"no checkpoint at {path}: it has no config.json; give a local checkpoint directory")
+
+
+def identity_of(model: PreTrainedModel, config: RunConfig) -> Identity:
+    """What a latency table must have been measured for, to predict this run."""
+    c = model.config
+    return Identity(
+        layers=c.num_hidden_layers,
+        hidden=c.hidden_size,
+        intermediate=c.intermediate_size,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads,
+        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        vocabulary=c.vocab_size,
+        block_size=config.attention.block_size,
+        granularity=config.attention.granularity,
+        device="cpu",
+        dtype=config.model.dtype,
+        threads=config.parallel.threads,
+        checkpointing=config.model.checkpointing,
+    )

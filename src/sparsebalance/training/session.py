@@ -1,0 +1,144 @@
+"""What training and comparison share: data, model, engine and latency table of a run, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsebalance.training.data import TokenisedDataset, load_examples
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sparsebalance.planning.budgets import Anchor
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import StepPlan, Topology
+from sparsebalance.planning.policy import Policy, named_policy
+from sparsebalance.planning.table import Identity, LatencyTable
+from sparsebalance.profiling.measure import measure
+from sparsebalance.training.config import DataConfig, RunConfig, check_config
+from sparsebalance.training.engine import Engine
+from sparsebalance.training.model import build_model, identity_of
+from sparsebalance.training.parallel import FlatGradients, Ranks
+from sparsebalance.training.sampler import GlobalBatches
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """Attributes:
+    config, ranks: of the run and of this process.
+    data: tokenised examples; sample ids index them.
+    batches: step -> samples.
+    engine: the model, ready to run planned units.
+    gradients: of the model, one buffer.
+    identity: what a latency table must have been measured for.
+    """
+
+    config: RunConfig
+    ranks: Ranks
+    data: TokenisedDataset
+    batches: GlobalBatches
+    engine: Engine
+    gradients: FlatGradients
+    identity: Identity
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(dp=self.ranks.world)
+
+    def policy(self, name: str) -> Policy:
+        balance = self.config.balance
+        anchor = Anchor(
+            kind=balance.anchor,
+            threshold=balance.threshold,
+            min_budget=balance.min_budget,
+            max_budget=balance.max_budget,
+        )
+        return named_policy(name, budget=self.config.attention.budget, token_cap=balance.token_cap, anchor=anchor)
+
+    def latency_table(self, progress: Progress | None = None) -> LatencyTable:
+        """The configured table, checked; or one measured now, on all ranks at once as they will run."""
+        path = self.config.balance.table
+        if path is not None:
+            table = LatencyTable.load(path)
+            table.check_matches(self.identity)
+            return table
+        measured = measure(
+            self.engine.model,
+            self.identity,
+            max_length=max(sample.length for sample in self.batches.samples),
+            max_budget=2 * self.config.attention.budget,
+            progress=progress,
+        )
+        self.gradients.zero()
+        return LatencyTable.mean(self.ranks.gather(measured))
+
+    def check_same_plan(self, plan: StepPlan) -> None:
+        """Raises:
+        RuntimeError: ranks planned differently; that would train on wrong gradients.
+        """
+        digests = self.ranks.gather(plan.digest())
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"ranks made different plans for policy {plan.policy}: {digests}; "
+                "they must see the same data, config and latency table"
+            )
+
+
+def read_data(config: DataConfig) -> tuple[TokenisedDataset, PreTrainedTokenizerBase]:
+    """Tokenised examples and their tokenizer.
+
+    Raises:
+        InputError: see `load_examples`; or no tokenizer at the configured place.
+    """
+    tokenizer = read_tokenizer(config.tokenizer)
+    data = load_examples(config.path, tokenizer, config.max_length, config.on_long, config.limit)
+    return data, tokenizer
+
+
+def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Raises:
+    InputError: no tokenizer directory there.
+    """
+    if not path.is_dir():
+        raise InputError(f"no tokenizer at {path}; give a local tokenizer directory")
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return tokenizer
+
+
+def preflight(config: RunConfig) -> TokenisedDataset:
+    """Everything that can be wrong with a run's input, found before a process is started or a file written.
+
+    Raises:
+        InputError: the first problem.
+    """
+    check_config(config)
+    data, _ = read_data(config.data)
+    _batches(config, data)
+    if config.balance.table is not None:
+        LatencyTable.load(config.balance.table)
+    return data
+
+
+def open_session(config: RunConfig, ranks: Ranks) -> Session:
+    """Load data and build the model, the same on every rank.
+
+    Raises:
+        InputError: see `check_config` and `read_data`.
+    """
+    check_config(config)
+    data, tokenizer = read_data(config.data)
+    longest = max(sample.length for sample in data.samples())
+    model = build_model(config.model, config.attention, len(tokenizer), longest, config.seed)
+    attention = config.attention
+    engine = Engine(model, attention.block_size, attention.granularity, config.model.checkpointing)
+    return Session(
+        config, ranks, data, _batches(config, data), engine, FlatGradients(model), identity_of(model, config)
+    )
+
+
+def _batches(config: RunConfig, data: TokenisedDataset) -> GlobalBatches:
+    return GlobalBatches(
+        tuple(data.samples()), config.data.batch_size, config.seed, config.data.tail, config.parallel.dp
+    )

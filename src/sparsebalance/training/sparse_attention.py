@@ -1,0 +1,166 @@
+"""Our attention inside a transformers decoder, through its AttentionInterface: no forked model code.
+
+`activate()` registers the implementation and, under the same name, its mask function (without one,
+transformers drops padding silently). A training step passes a `SparseContext` as the keyword `sparse`; a
+plain call without one reads block size and budget from `config.sparse_attention` and finds document
+boundaries by itself, from cu_seq_lens, a padding mask or restarting position ids, in this order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from sparsebalance.attention.cpu import attend
+from sparsebalance.attention.interface import BlockSelection, PackedLayout, budget_per_segment
+from sparsebalance.attention.moba import MoBARouter
+from sparsebalance.attention.probe import CoverageProbe, probe_coverage
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.work import Granularity
+
+IMPLEMENTATION = "sparsebalance"
+BudgetLike = int | Sequence[int] | Tensor
+
+
+@dataclass
+class SparseContext:
+    """What one micro-batch's attention layers need beyond q, k, v.
+
+    Attributes:
+        layout: boundaries of the packed row; they win over any mask or position ids.
+        budgets: per layer, one budget for the row or one for each segment ([segments]).
+        router: chooses blocks.
+        keep_selections: remember each layer's selection, so that a recompute under activation
+            checkpointing attends the same blocks.
+        probe_rows: queries per segment on which coverage is measured; 0 measures nothing.
+        probes: layer -> one probe per segment, filled while running.
+    """
+
+    layout: PackedLayout
+    budgets: Mapping[int, BudgetLike] | Sequence[BudgetLike]
+    router: MoBARouter
+    keep_selections: bool = False
+    probe_rows: int = 0
+    probes: dict[int, list[CoverageProbe]] = field(default_factory=dict)
+    _selections: dict[int, BlockSelection] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]."""
+        selection = self._selections.get(layer)
+        if selection is None:
+            budget = budget_per_segment(self.budgets[layer], self.layout)
+            selection = self.router.select(self.router.score(q, k, self.layout), budget)
+            if self.keep_selections:
+                self._selections[layer] = selection
+            if self.probe_rows:
+                self.probes[layer] = probe_coverage(q, k, self.layout, self.router, self.probe_rows, scale)
+        return attend(q, k, v, selection, self.layout, scale)[0]
+
+
+def activate(model: PreTrainedModel, block_size: int, budget: int, granularity: Granularity) -> None:
+    """Let `model` attend with block-sparse attention; the settings go into its config and are saved with it.
+
+    Raises:
+        InputError: a setting out of range, or a model with sliding-window layers.
+    """
+    MoBARouter(granularity)  # checks the name
+    if block_size < 1 or budget < 1:
+        raise InputError(f"block_size {block_size} and budget {budget} must both be at least 1")
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise InputError(
+            f"the model has layers of kinds {sorted(kinds)}, but block-sparse attention replaces full "
+            "attention only; set use_sliding_window to false in its config"
+        )
+    AttentionInterface.register(IMPLEMENTATION, sparse_attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, _padding_mask)
+    model.config.sparse_attention = {
+        "block_size": block_size,
+        "budget": budget,
+        "granularity": granularity,
+    }
+    model.set_attn_implementation(IMPLEMENTATION)
+
+
+def sparse_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sparse: SparseContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls: query [B, H, T, D], key, value [B, Hk, S, D] -> [B, T, H, D]."""
+    if dropout:
+        raise InputError(f"attention dropout is {dropout}, but block-sparse attention has none; set it to 0")
+    if attention_mask is not None and attention_mask.ndim != 2 and sparse is None:
+        raise InputError(
+            f"a {attention_mask.ndim}-dimensional attention mask cannot be used with block-sparse attention; "
+            "pass a [batch, tokens] padding mask, or packed rows"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    batch, _, queries, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if sparse is not None:
+        if batch != 1:
+            raise InputError(f"a planned micro-batch is one packed row, but the batch has {batch}")
+        return sparse.attend(layer, q, k, v, scaling)[None], None
+    settings: dict[str, Any] = module.config.sparse_attention  # type: ignore[union-attr, assignment]
+    lengths_q, lengths_k, keep_q, keep_k = _boundaries(query, key, attention_mask, kwargs)
+    context = SparseContext(
+        PackedLayout(lengths_q, lengths_k, settings["block_size"]),
+        {layer: settings["budget"]},
+        MoBARouter(settings["granularity"]),
+    )
+    if keep_q is None:
+        out = context.attend(layer, q, k, v, scaling)
+    else:
+        out = torch.zeros_like(q)
+        out[keep_q] = context.attend(layer, q[keep_q], k[keep_k], v[keep_k], scaling)
+    return out.view(batch, queries, *out.shape[1:]), None
+
+
+def _padding_mask(
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """Hand the 2-D padding mask through to the attention function; None where nothing is padded."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return attention_mask[:, -kv_length:].bool()
+
+
+def _boundaries(
+    query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...], Tensor | None, Tensor | None]:
+    """Lengths of queries and keys per segment, and which flat queries and keys are real (None: all)."""
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    starts = kwargs.get("cu_seq_lens_q")
+    if starts is not None:
+        starts_k = kwargs.get("cu_seq_lens_k", starts)
+        return tuple(starts.diff().tolist()), tuple(starts_k.diff().tolist()), None, None
+    if mask is not None:
+        real_q, real_k = mask[:, -queries:], mask
+        return (
+            tuple(real_q.sum(1).tolist()),
+            tuple(real_k.sum(1).tolist()),
+            real_q.flatten(),
+            real_k.flatten(),
+        )
+    position_ids = kwargs.get("position_ids")
+    if batch == 1 and queries == keys and position_ids is not None:
+        # Padding-free packing: a document begins wherever the positions do not go on.
+        jumps = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+        edges = [0, *jumps.tolist(), queries]
+        lengths = tuple(b - a for a, b in itertools.pairwise(edges))
+        return lengths, lengths, None, None
+    return (queries,) * batch, (keys,) * batch, None, None

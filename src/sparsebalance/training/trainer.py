@@ -1,0 +1,216 @@
+"""The training loop, top to bottom: lengths -> plan -> micro-batches -> gradients -> measured times -> estimator.
+
+A newcomer learns the system from this file; mechanics live in the modules that it calls.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from sparsebalance.planning.simulator import imbalance
+
+from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import StepPlan
+from sparsebalance.planning.policy import plan_step
+from sparsebalance.planning.table import LatencyTable
+from sparsebalance.training import checkpoint
+from sparsebalance.training.config import OptimizerConfig, RunConfig
+from sparsebalance.training.engine import RankResult
+from sparsebalance.training.metrics import MetricsFile, StepRecord
+from sparsebalance.training.parallel import Ranks
+from sparsebalance.training.sampler import PlanAhead
+from sparsebalance.training.session import Session, open_session
+
+
+def train(
+    config: RunConfig,
+    ranks: Ranks,
+    resume: bool = False,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+) -> list[StepRecord]:
+    """Run `config.steps` optimiser steps, from the newest checkpoint under `config.out` if `resume`.
+
+    Args:
+        on_step: called on every rank after every step, e.g. for a progress bar.
+
+    Returns:
+        The records of the steps that this call ran.
+
+    Raises:
+        InputError: the input is wrong, or there is nothing to resume, or a run is there and `resume` is off.
+    """
+    session = open_session(config, ranks)
+    model, gradients = session.engine.model, session.gradients
+    optimizer = make_optimizer(model, config.optimizer)
+    estimator = CoverageEstimator(config.attention.block_size)
+    first = 0
+    next_curves = estimator.curves()
+    found = checkpoint.latest(config.out)
+    if resume:
+        if found is None:
+            raise InputError(f"no checkpoint under {config.out} to resume from; run without --resume")
+        state = checkpoint.load(found, ranks, model, optimizer)
+        first = state["step"]
+        estimator.load_state_dict(state["estimator"])
+        next_curves = CoverageCurves.from_state_dict(state["next_curves"])
+    elif found is not None:
+        raise InputError(f"{config.out} already holds {found.name}; resume it, or choose another --out")
+    table = _table_of_run(session, resume)
+    policy = session.policy(config.balance.policy)
+
+    def make_plan(step: int, curves: CoverageCurves) -> StepPlan:
+        samples = session.batches.at(step)
+        plan = plan_step(samples, table, session.topology, policy, curves)
+        plan.validate(samples, config.balance.token_cap)
+        return plan
+
+    planner = PlanAhead(make_plan)
+    metrics = MetricsFile(config.out / "metrics.jsonl", ranks.is_first, first)
+    records = []
+    try:
+        planner.prepare(first, next_curves)
+        for step in range(first, config.steps):
+            plan, planning_ms = planner.take(step)
+            next_curves = estimator.curves()  # step + 1 is planned before this step's coverage is known
+            if step + 1 < config.steps:
+                planner.prepare(step + 1, next_curves)
+            session.check_same_plan(plan)
+            result, step_ms = run_plan(session, plan, step)
+            record = finish_step(session, optimizer, estimator, step, plan, result, step_ms, planning_ms)
+            metrics.write(asdict(record))
+            records.append(record)
+            on_step(record)
+            done = step + 1
+            if done == config.steps or (config.checkpoint_every and done % config.checkpoint_every == 0):
+                state = {"estimator": estimator.state_dict(), "next_curves": next_curves.state_dict()}
+                checkpoint.save(config.out, ranks, done, model, optimizer, state, config.keep_last)
+    finally:
+        planner.close()
+        metrics.close()
+    gradients.zero()
+    return records
+
+
+def run_plan(session: Session, plan: StepPlan, step: int) -> tuple[RankResult, float]:
+    """Forward, backward and gradient all-reduce of this rank's units; the result, and the rank's milliseconds."""
+    attention = session.config.attention
+    probing = attention.probe_every and step % attention.probe_every == 0
+    session.gradients.zero()
+    begin = time.perf_counter()
+    try:
+        result = session.engine.run(
+            plan.ranks[session.ranks.rank],
+            session.data.examples,
+            plan.targets,
+            attention.probe_rows if probing else 0,
+        )
+    except Exception as error:
+        raise RuntimeError(f"step {step}: {type(error).__name__}: {error}") from error
+    session.ranks.all_reduce(session.gradients.buffer)
+    return result, (time.perf_counter() - begin) * 1e3
+
+
+def finish_step(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    estimator: CoverageEstimator,
+    step: int,
+    plan: StepPlan,
+    result: RankResult,
+    step_ms: float,
+    planning_ms: float,
+) -> StepRecord:
+    """Optimiser update, then everything measured on all ranks: estimator and metrics see the same on each."""
+    norm = session.gradients.clip(session.config.optimizer.clip_norm)
+    loss_parts, busy, times, probes = zip(
+        *session.ranks.gather((result.loss, result.busy_ms, step_ms, result.probes)), strict=True
+    )
+    loss = sum(loss_parts)
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise InputError(
+            f"step {step}: loss {loss}, gradient norm {norm}; no update was made. "
+            "Lower optimizer.lr, or resume from the last checkpoint"
+        )
+    rate = learning_rate(session.config.optimizer, step, session.config.steps)
+    update(optimizer, rate)
+    lengths = {s.sample: s.sample_length for unit in plan.micro_batches for s in unit.segments}
+    measured = {key: probe for part in probes for key, probe in part.items()}
+    for (sample, layer), probe in sorted(measured.items()):
+        estimator.update(layer, lengths[sample], probe.router)
+    units = [unit for unit in plan.micro_batches if unit.segments]
+    return StepRecord(
+        step=step,
+        loss=loss,
+        grad_norm=norm,
+        learning_rate=rate,
+        tokens=sum(unit.tokens for unit in units),
+        targets=plan.targets,
+        step_ms=max(times),
+        rank_busy_ms=list(busy),
+        imbalance_rank=imbalance([[ms] for ms in busy]).rank,
+        predicted_step_ms=plan.predicted_step_ms,
+        planning_ms=planning_ms,
+        mean_budget=float(np.mean([budget for unit in units for budget in unit.budgets])),
+        coverage=plan_coverage(plan, estimator.curves()),
+    )
+
+
+def plan_coverage(plan: StepPlan, curves: CoverageCurves) -> float | None:
+    """Token-weighted mean coverage of a plan by the estimator's curves; None before anything was measured."""
+    if not curves.values:
+        return None
+    total, tokens = 0.0, 0
+    for unit in plan.micro_batches:
+        if unit.segments:
+            layers = [
+                float(curves.unit_coverage(layer, unit.segments, np.array([budget]))[0])
+                for layer, budget in enumerate(unit.budgets)
+            ]
+            total += unit.tokens * float(np.mean(layers))
+            tokens += unit.tokens
+    return total / tokens
+
+
+def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW; vectors (norms, biases) are not decayed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Linear warm-up, then cosine decay to lr * min_lr_ratio at the last of `steps`; a function of the step alone."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """One optimiser step at learning rate `rate`."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+
+
+def _table_of_run(session: Session, resume: bool) -> LatencyTable:
+    """The run's latency table, kept beside its checkpoints: a resumed run must plan with the same one."""
+    path = session.config.out / "latency_table.json"
+    if resume and path.is_file():
+        table = LatencyTable.load(path)
+        table.check_matches(session.identity)
+        return table
+    table = session.latency_table()
+    if session.ranks.is_first:
+        table.save(path)
+    return table
