@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from sparsebalance.comparison.run import run_comparison
 from sparsebalance.comparison.summary import SCHEMA, Checks, check_strict, summarise, unit_error
@@ -68,7 +67,9 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
             if progress is not None and task is not None:
                 progress.update(task, advance=1, description=f"step {step + 1}/{config.steps} {policy}")
 
-        records = run_comparison(session, config, table, on_policy)
+        records = run_comparison(session, config, table, begin, on_policy)
+        if progress is not None and task is not None:
+            progress.update(task, total=len(records) * len(names), description="comparing policies")
     if not ranks.is_first:
         return None
     tuned = [name for name in names if session.policy(name).tuned]
@@ -78,7 +79,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
         "schema": SCHEMA,
         "machine": _machine(config, ranks),
         "topology": {"dp": ranks.world, "pp": 1, "tp": 1, "sp": 1},
-        "settings": _settings(session, config),
+        "settings": _settings(session, config, len(records)),
         "baseline": names[0],
         "best_baseline": best,
         "policies": policies,
@@ -109,7 +110,7 @@ def _machine(config: CompareConfig, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _settings(session: Session, config: CompareConfig) -> dict[str, Any]:
+def _settings(session: Session, config: CompareConfig, steps: int) -> dict[str, Any]:
     identity = session.identity
     return {
         "model": str(config.model.path) if config.model.path else "Qwen2 family, random weights",
@@ -124,7 +125,8 @@ def _settings(session: Session, config: CompareConfig) -> dict[str, Any]:
         "budget": config.attention.budget,
         "token_cap": config.balance.token_cap,
         "batch_size": config.data.batch_size,
-        "steps": config.steps,
+        "steps": steps,
+        "steps_configured": config.steps,
         "seed": config.seed,
         "data": str(config.data.path),
         "anchor": config.balance.anchor,

@@ -49,18 +49,26 @@ def run_comparison(
     session: Session,
     config: CompareConfig,
     table: LatencyTable,
+    begin: float,
     on_policy: OnPolicy = lambda step, policy: None,
 ) -> list[dict[str, Any]]:
     """Returns one JSON-compatible record per step.
 
     Args:
+        begin: `time.perf_counter()` from which the configured time limit counts.
         on_policy: called before a policy runs in a step, e.g. for a progress bar.
     """
     policies = [session.policy(name) for name in config.policies]
     optimizer = make_optimizer(session.engine.model, config.optimizer)
     estimator = CoverageEstimator(config.attention.block_size)
-    records = []
+    records: list[dict[str, Any]] = []
+    longest_s = 0.0
     for step in range(config.steps):
+        step_begin = time.perf_counter()
+        if config.time_limit_s is not None and step:
+            late = step_begin - begin + longest_s > config.time_limit_s
+            if session.ranks.from_first(late):
+                break
         samples = session.batches.at(step)
         curves = estimator.curves()
         plans = [_plan(session, policy, table, samples, curves) for policy in policies]
@@ -83,6 +91,7 @@ def run_comparison(
         for (sample, layer), probe in sorted(probes.items()):
             estimator.update(layer, lengths[sample], probe.router)
         records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes))
+        longest_s = max(longest_s, time.perf_counter() - step_begin)
     return records
 
 

@@ -19,6 +19,9 @@ from sparsebalance.planning.plan import Sample, Segment, Topology
 Unit = tuple[Segment, ...]
 Placement = tuple[tuple[Unit, ...], ...]  # [data-parallel rank][execution order]
 
+PACK_SIZES = (1024, 4096, 16384)  # tokens, below the cap
+PACK_TOLERANCE = 0.01
+
 
 class Batching(Protocol):
     """Samples of one step -> placement. Pure and deterministic: every rank calls it and gets the same answer."""
@@ -54,10 +57,11 @@ def sab(
     budgets: Sequence[int],
     token_cap: int,
 ) -> Placement:
-    """Place samples on ranks by predicted latency, then pack each rank's samples up to the token cap.
+    """Place samples on ranks by predicted latency, then pack each rank's samples.
 
     Placement: largest first on the least loaded rank, then moves and swaps that lower the slowest rank.
-    Packing: first fit, longest first. A rank without samples gets one empty unit.
+    Packing: first fit, longest first, up to the pack size that is predicted fastest, at most the token cap. A
+    rank without samples gets one empty unit.
 
     Raises:
         InputError: see `check_cap`.
@@ -69,7 +73,24 @@ def sab(
     alone = model.latency((other,), budgets).total_ms
     costs = np.array([model.latency((other, s), budgets).total_ms for s in segments]) - alone
     ranks = refine(largest_first(costs, topology.dp), costs)
-    return tuple(pack_first_fit([segments[i] for i in rank], token_cap) for rank in ranks)
+    return tuple(_pack_fastest([segments[i] for i in rank], model, budgets, token_cap) for rank in ranks)
+
+
+def _pack_fastest(
+    segments: Sequence[Segment], model: LatencyModel, budgets: Sequence[int], token_cap: int
+) -> tuple[Unit, ...]:
+    """Pack up to the smallest of a few sizes whose predicted time is within PACK_TOLERANCE of the best one.
+
+    Larger packs save fixed costs but need more memory, and beyond some size they run slower where caches are
+    small; the latency model knows both.
+    """
+    packings: dict[tuple[Unit, ...], float] = {}
+    for size in (*PACK_SIZES, token_cap):
+        units = pack_first_fit(segments, min(size, token_cap))
+        if units not in packings:
+            packings[units] = sum(model.latency(unit, budgets).total_ms for unit in units)
+    limit = min(packings.values()) * (1 + PACK_TOLERANCE)
+    return next(units for units, ms in packings.items() if ms <= limit)
 
 
 def largest_first(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
@@ -117,15 +138,15 @@ def refine(ranks: list[list[int]], costs: NDArray[np.float64], rounds: int = 100
 
 
 def pack_first_fit(segments: Sequence[Segment], token_cap: int) -> tuple[Unit, ...]:
-    """Longest first into the first unit with room; one empty unit where there is nothing to pack."""
+    """Longest first into the first unit with room; one empty unit where there is nothing to pack.
+
+    A segment over the cap gets a unit of its own.
+    """
     units: list[list[Segment]] = []
     room: list[int] = []
     for segment in sorted(segments, key=lambda s: (-s.tokens, s.sample)):
-        for index, free in enumerate(room):
-            if segment.tokens <= free:
-                break
-        else:
-            index = len(units)
+        index = next((i for i, free in enumerate(room) if segment.tokens <= free), len(units))
+        if index == len(units):
             units.append([])
             room.append(token_cap)
         units[index].append(segment)

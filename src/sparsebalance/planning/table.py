@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -74,6 +76,11 @@ class LinePoint:
     backward_ms: float
 
 
+def _slope(left: float, right: float, share: float) -> float:
+    """What is added to `left` at `share` of the way to `right`; beyond the last point time never falls."""
+    return (max(right - left, 0.0) if share > 1 else right - left) * share
+
+
 @dataclass(frozen=True)
 class LatencyTable:
     """Attributes:
@@ -92,6 +99,10 @@ class LatencyTable:
     head: tuple[LinePoint, ...]
     call_ms: tuple[float, float]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what was derived from them is made again on the other side."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def block_size(self) -> int:
         return self.identity.block_size
@@ -108,24 +119,33 @@ class LatencyTable:
         if targets:
             head_forward, head_backward = self._line(self.head, targets)
             forward, backward = forward + head_forward, backward + head_backward
-        distinct, layers = np.unique(np.asarray(budgets, dtype=np.int64), return_counts=True)
-        attention_forward, attention_backward = self._attention(segments, distinct)
-        return Latency(forward + float(attention_forward @ layers), backward + float(attention_backward @ layers))
+        layers = Counter(budgets)
+        attention = self._attention(segments, tuple(layers)) @ np.array(list(layers.values()))
+        return Latency(forward + float(attention[0]), backward + float(attention[1]))
 
     def attention_ms(self, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> NDArray[np.float64]:
-        forward, backward = self._attention(segments, budgets)
-        return forward + backward
+        total: Floats = self._attention(segments, tuple(budgets.tolist())).sum(0)
+        return total
 
-    def _attention(self, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        forward = np.full(len(budgets), self.call_ms[0])
-        backward = np.full(len(budgets), self.call_ms[1])
+    def _attention(self, segments: Sequence[Segment], budgets: tuple[int, ...]) -> Floats:
+        """Milliseconds of one layer's call at each budget, [2, len(budgets)]: forward with routing, backward."""
+        total = np.repeat(np.array(self.call_ms)[:, None], len(budgets), axis=1)
         for s in segments:
-            allowed = np.minimum(budgets, key_blocks(s.end, self.block_size))
-            scores = computed_scores(s.start, s.end, allowed, self.block_size, self.identity.granularity)
-            rates = self._rates(s.end, allowed)
-            forward += scores * rates[0]
-            backward += scores * rates[1]
-        return forward, backward
+            total += self._segment_ms(s.start, s.end, budgets)
+        return total
+
+    @cached_property
+    def _segment_ms(self) -> Callable[[int, int, tuple[int, ...]], Floats]:
+        """What a segment adds to a call; planning asks for the same ones again and again, so they are kept."""
+
+        @lru_cache(maxsize=2**14)
+        def segment_ms(start: int, end: int, budgets: tuple[int, ...]) -> Floats:
+            allowed = np.minimum(budgets, key_blocks(end, self.block_size))
+            scores = computed_scores(start, end, allowed, self.block_size, self.identity.granularity)
+            found: Floats = scores * self._rates(end, allowed)
+            return found
+
+        return segment_ms
 
     def _rates(self, length: int, budgets: NDArray[np.int64]) -> Floats:
         """Milliseconds per computed score, [2, len(budgets)], bilinear in logarithms, held at the edges."""
@@ -158,15 +178,15 @@ class LatencyTable:
     @staticmethod
     def _line(points: Sequence[LinePoint], count: int) -> tuple[float, float]:
         """Piecewise linear through the points and on at the last slope; below the first, the first's cost."""
-        x = [point.count for point in points]
-        sides = []
-        for y in ([p.forward_ms for p in points], [p.backward_ms for p in points]):
-            if count > x[-1]:
-                slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-                sides.append(y[-1] + max(slope, 0.0) * (count - x[-1]))
-            else:
-                sides.append(float(np.interp(count, x, y)))
-        return sides[0], sides[1]
+        if count <= points[0].count:
+            return points[0].forward_ms, points[0].backward_ms
+        right = min(bisect_left(points, count, key=lambda point: point.count), len(points) - 1)
+        a, b = points[right - 1], points[right]
+        share = (count - a.count) / (b.count - a.count)
+        return (
+            a.forward_ms + _slope(a.forward_ms, b.forward_ms, share),
+            a.backward_ms + _slope(a.backward_ms, b.backward_ms, share),
+        )
 
     def check_matches(self, run: Identity) -> None:
         """Raises:

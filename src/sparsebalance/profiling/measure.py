@@ -1,7 +1,8 @@
 """Measures one model on this machine, term by term, and returns a latency table.
 
-Every point is timed once per round, rounds are interleaved over all points (so that a slow spell of the
-machine hits all alike), the first round is a warm-up that never enters the table, and medians are kept.
+After a warm-up that never enters the table, every point is timed once per round, with rounds interleaved over
+all points (so that a slow spell of the machine hits all alike), and medians are kept. Points that take longer
+than LONG_MS are timed in the first round only: they average over the machine's noise by themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sparsebalance.planning.work import key_blocks
 from sparsebalance.training.loss import linear_cross_entropy
 from sparsebalance.training.sparse_attention import SparseContext
 
+LONG_MS = 500.0
 PACKED_TOKENS = 2048  # short samples are measured packed up to this length, as they will run
 Progress = Callable[[int, int], None]  # (points done, points in all)
 
@@ -55,8 +57,8 @@ def measure(
         identity: recorded in the table.
         max_length: tokens of the longest sample to predict.
         max_budget: largest budget to measure; larger ones are extrapolated by their work.
-        rounds: timed rounds after the warm-up; at least 1.
-        limit_s: no new round starts after so many seconds.
+        rounds: timed rounds; at least 1.
+        limit_s: no new round starts after so many seconds; the first is always finished.
         progress: called after every point.
 
     Raises:
@@ -66,27 +68,29 @@ def measure(
         raise InputError(
             f"max_length {max_length} is below two blocks of {identity.block_size}; nothing to interpolate"
         )
-    lengths = _powers_of_two(identity.block_size, max_length)
+    lengths = _powers(4, identity.block_size, max_length)
     attention = {
         (length, budget): _Point(_attention_run(identity, length, budget))
         for length in lengths
-        for budget in _budgets(key_blocks(length, identity.block_size), max_budget)
+        for budget in _powers(4, 1, min(key_blocks(length, identity.block_size), max_budget))
     }
     linear = {count: _Point(_linear_run(model, identity, count)) for count in [1, *lengths]}
     head = {count: _Point(_head_run(model, count)) for count in _targets(max_length)}
     call = _Point(_attention_run(identity, 1, 1, packed=False))
     points = [call, *attention.values(), *linear.values(), *head.values()]
-    done, begin = 0, time.perf_counter()
-    for index in range(rounds + 1):
-        if index > 1 and time.perf_counter() - begin > limit_s:
+    begin = time.perf_counter()
+    for kind in (attention, linear, head):  # the largest ones touch the memory that all others reuse
+        list(kind.values())[-1].run()
+    for index in range(rounds):
+        if index and time.perf_counter() - begin > limit_s:
             break
-        for point in points:
-            times = point.run()
-            if index:
-                point.rounds.append(times)
-            done += 1
+        for place, point in enumerate(points):
+            if not index and place < len(points) // 2:
+                point.run()  # the first half is short: a second warm-up for code that only short inputs reach
+            if not index or sum(point.rounds[0]) < LONG_MS:
+                point.rounds.append(point.run())
             if progress is not None:
-                progress(done, (rounds + 1) * len(points))
+                progress(index * len(points) + place + 1, rounds * len(points))
     call_router, call_forward, call_backward = call.median()
     return LatencyTable(
         identity=identity,
@@ -100,22 +104,17 @@ def measure(
     )
 
 
-def _powers_of_two(first: int, last: int) -> list[int]:
-    lengths = []
+def _powers(base: int, first: int, last: int) -> list[int]:
+    """first, first * base, first * base^2, ... below `last`, and `last`."""
+    values = []
     while first < last:
-        lengths.append(first)
-        first *= 2
-    return [*lengths, last]
-
-
-def _budgets(blocks: int, max_budget: int) -> list[int]:
-    """1, 2, 4, ... and the full budget of a sample of `blocks` blocks, up to `max_budget`."""
-    powers = {2**i for i in range(max_budget.bit_length())}
-    return sorted({b for b in powers if b <= min(blocks, max_budget)} | {min(blocks, max_budget)})
+        values.append(first)
+        first *= base
+    return [*values, last]
 
 
 def _targets(max_length: int) -> list[int]:
-    return sorted({1, 32, min(256, max_length), min(1024, max_length), min(2048, max_length)})
+    return sorted({1, 32, min(256, max_length), min(1024, max_length)})
 
 
 def _marginal(length: int, budget: int, times: Sequence[float], call: Sequence[float]) -> AttentionPoint:

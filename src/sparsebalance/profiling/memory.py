@@ -22,7 +22,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 class _MallInfo(ctypes.Structure):
     """struct mallinfo2 of glibc 2.33 and later."""
 
-    _fields_ = [  # noqa: RUF012  ctypes wants a plain list
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905

@@ -1,1 +1,1 @@
-"""Reporting: terminal tables, HTML pages, traces."""
+"""What people see: tables on the terminal, self-contained HTML pages, traces for Perfetto."""

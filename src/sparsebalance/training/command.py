@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
 
 from sparsebalance.planning.errors import InputError
+from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
 from sparsebalance.reporting.progress import progress_bars
 from sparsebalance.training import checkpoint
 from sparsebalance.training.config import DataConfig, RunConfig

@@ -169,6 +169,8 @@ class CompareConfig(RunConfig):
 
     Attributes:
         policies: the first is the baseline whose gradients train the model.
+        time_limit_s: no step starts that would end later than this after the processes started; the first
+            always runs. The table and the report then say how many steps there were.
     """
 
     out: Path = Path("runs/compare")
@@ -176,6 +178,7 @@ class CompareConfig(RunConfig):
     policies: tuple[str, ...] = (
         "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "sab", "dst", "sab_dst",
     )  # fmt: skip
+    time_limit_s: float | None = None
 
 
 Config = TypeVar("Config", bound=RunConfig)

@@ -89,8 +89,7 @@ class TokenisedDataset:
 
     def samples(self) -> list[Sample]:
         return [
-            Sample(index, len(example.input_ids), example.target_count)
-            for index, example in enumerate(self.examples)
+            Sample(index, len(example.input_ids), example.target_count) for index, example in enumerate(self.examples)
         ]
 
 
@@ -170,11 +169,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise InputError(f"no data at {path}; give a .jsonl or .jsonl.gz file, or a saved `datasets` directory")
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise InputError(f"{path} is neither .jsonl nor .jsonl.gz; convert it, or save it with `datasets`")
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
+    open_text = gzip.open if path.suffix == ".gz" else open
+    with open_text(path, "rt", encoding="utf-8") as file:
         number = 0
         try:
-            for number, line in enumerate(file, start=1):  # noqa: B007  named in the error below
+            for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path} line {number}", _parse(line, f"{path} line {number}")
         except (OSError, EOFError, UnicodeDecodeError) as error:

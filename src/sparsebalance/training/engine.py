@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from sparsebalance.training.data import Example
-from sparsebalance.training.packing import PackedRow, pack
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,7 +20,9 @@ from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.attention.probe import CoverageProbe
 from sparsebalance.planning.plan import MicroBatch
 from sparsebalance.planning.work import Granularity
+from sparsebalance.training.data import Example
 from sparsebalance.training.loss import linear_cross_entropy
+from sparsebalance.training.packing import PackedRow, pack
 from sparsebalance.training.sparse_attention import SparseContext
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLICE_TARGETS = 512  # logits of one slice at a vocabulary of 50K: 100 MB in fp32
+SLICE_TARGETS = 256  # logits of one slice at a vocabulary of 50K: 50 MB in fp32; measured best of 32 to 512
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -34,13 +34,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=accurate)
         for start in range(0, hidden.shape[0], SLICE_TARGETS):
-            part, wanted = hidden[start : start + SLICE_TARGETS], targets[start : start + SLICE_TARGETS, None]
-            log_p = (part @ weight.T).to(accurate).log_softmax(-1)
-            total -= log_p.gather(1, wanted).sum()
-            grad_logits = log_p.exp_()
-            grad_logits.scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=accurate))
-            grad_hidden[start : start + SLICE_TARGETS] = grad_logits.to(weight.dtype) @ weight
-            grad_weight.addmm_(grad_logits.T, part.to(accurate))
+            part, wanted = hidden[start : start + SLICE_TARGETS], targets[start : start + SLICE_TARGETS]
+            logits = (part @ weight.T).to(accurate)
+            chosen = logits.gather(1, wanted[:, None])
+            top = logits.amax(1, keepdim=True)
+            p = logits.sub_(top).exp_()  # not normalised: dividing small results is cheaper than all of p
+            norm = p.sum(1, keepdim=True)
+            total += (norm.log() + top - chosen).sum()
+            expected = (p.to(weight.dtype) @ weight).to(accurate) / norm
+            grad_hidden[start : start + SLICE_TARGETS] = expected - weight[wanted]
+            grad_weight.addmm_(p.T, part.to(accurate) / norm)
+        grad_weight.index_add_(0, targets, hidden.to(accurate), alpha=-1)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsebalance.training.data import TokenisedDataset, load_examples
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sparsebalance.planning.budgets import Anchor
@@ -15,7 +14,9 @@ from sparsebalance.planning.plan import StepPlan, Topology
 from sparsebalance.planning.policy import Policy, named_policy
 from sparsebalance.planning.table import Identity, LatencyTable
 from sparsebalance.profiling.measure import measure
+from sparsebalance.training import token_cache
 from sparsebalance.training.config import DataConfig, RunConfig, check_config
+from sparsebalance.training.data import TokenisedDataset, load_examples
 from sparsebalance.training.engine import Engine
 from sparsebalance.training.model import build_model, identity_of
 from sparsebalance.training.parallel import FlatGradients, Ranks
@@ -93,7 +94,13 @@ def read_data(config: DataConfig) -> tuple[TokenisedDataset, PreTrainedTokenizer
         InputError: see `load_examples`; or no tokenizer at the configured place.
     """
     tokenizer = read_tokenizer(config.tokenizer)
-    data = load_examples(config.path, tokenizer, config.max_length, config.on_long, config.limit)
+    if not config.path.exists():  # before its bytes are asked for
+        raise InputError(f"no data at {config.path}; give a .jsonl or .jsonl.gz file, or a saved `datasets` directory")
+    key = token_cache.cache_key(config)
+    data = token_cache.load(key)
+    if data is None:
+        data = load_examples(config.path, tokenizer, config.max_length, config.on_long, config.limit)
+        token_cache.store(key, data)
     return data, tokenizer
 
 

@@ -12,12 +12,12 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
-from sparsebalance.planning.simulator import imbalance
 
 from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import StepPlan
 from sparsebalance.planning.policy import plan_step
+from sparsebalance.planning.simulator import imbalance
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.training import checkpoint
 from sparsebalance.training.config import OptimizerConfig, RunConfig
