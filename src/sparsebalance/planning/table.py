@@ -78,7 +78,7 @@ class LinePoint:
 
 def _slope(left: float, right: float, share: float) -> float:
     """What is added to `left` at `share` of the way to `right`; beyond the last point time never falls."""
-    return (max(right - left, 0.0) if share > 1 else right - left) * share
+    return (right - left) * (share if right > left else min(share, 1.0))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Measures one model on this machine, term by term, and returns a latency table.
 
 After a warm-up that never enters the table, every point is timed once per round, with rounds interleaved over
-all points (so that a slow spell of the machine hits all alike), and medians are kept. Points that take longer
-than LONG_MS are timed in the first round only: they average over the machine's noise by themselves.
+all points (so that a slow spell of the machine hits all alike), and medians are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from sparsebalance.planning.work import key_blocks
 from sparsebalance.training.loss import linear_cross_entropy
 from sparsebalance.training.sparse_attention import SparseContext
 
-LONG_MS = 500.0
 PACKED_TOKENS = 2048  # short samples are measured packed up to this length, as they will run
 Progress = Callable[[int, int], None]  # (points done, points in all)
 
@@ -49,7 +47,7 @@ def measure(
     max_length: int,
     max_budget: int = 16,
     rounds: int = 3,
-    limit_s: float = 30.0,
+    limit_s: float = 45.0,
     progress: Progress | None = None,
 ) -> LatencyTable:
     """Args:
@@ -80,15 +78,13 @@ def measure(
     points = [call, *attention.values(), *linear.values(), *head.values()]
     begin = time.perf_counter()
     for kind in (attention, linear, head):  # the largest ones touch the memory that all others reuse
-        list(kind.values())[-1].run()
+        for point in (*list(kind.values())[:2], list(kind.values())[-1]):
+            point.run()
     for index in range(rounds):
         if index and time.perf_counter() - begin > limit_s:
             break
         for place, point in enumerate(points):
-            if not index and place < len(points) // 2:
-                point.run()  # the first half is short: a second warm-up for code that only short inputs reach
-            if not index or sum(point.rounds[0]) < LONG_MS:
-                point.rounds.append(point.run())
+            point.rounds.append(point.run())
             if progress is not None:
                 progress(index * len(points) + place + 1, rounds * len(points))
     call_router, call_forward, call_backward = call.median()

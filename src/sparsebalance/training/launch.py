@@ -44,6 +44,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
+            run_id=f"sparsebalance-{os.getpid()}",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",

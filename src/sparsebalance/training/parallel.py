@@ -76,7 +76,7 @@ def start(config: ParallelConfig) -> Ranks:
     torch.set_num_threads(config.threads)
     keep_freed_memory()
     if world > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.timeout_s))
     return Ranks(int(os.environ.get("RANK", "0")), world)
 

@@ -1,0 +1,210 @@
+"""Coverage curves and the anchor rule: never empty, bounded, and moving the right way."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsebalance.planning.budgets import Anchor, Fixed
+from sparsebalance.planning.coverage import BUDGET_GRID, CoverageCurves, CoverageEstimator, length_bucket
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import Segment
+from tests.unit.test_latency import make_table
+
+TABLE = make_table()
+
+
+def place(*ranks: list[tuple[int, ...]]) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
+    """Lengths per unit per rank -> placement."""
+    sample = iter(range(1000))
+    return tuple(tuple(tuple(Segment(next(sample), 0, n, n, 0) for n in unit) for unit in rank) for rank in ranks)
+
+
+def curves(steepness: float, layers: int = 2) -> CoverageCurves:
+    """Coverage 1 - exp(-steepness x budget) for every length."""
+    values = 1 - np.exp(-steepness * np.array(BUDGET_GRID))
+    return CoverageCurves(16, {(layer, bucket): values for layer in range(layers) for bucket in range(20)})
+
+
+def milliseconds(unit: tuple[Segment, ...], budgets: tuple[int, ...]) -> float:
+    return TABLE.latency(unit, budgets).total_ms
+
+
+def test_fixed_keeps_the_default() -> None:
+    placement = place([(100,), (50, 60)], [()])
+    assert Fixed()(placement, TABLE, 5, curves(0.1)) == (((5, 5), (5, 5)), ((5, 5),))
+
+
+def test_slow_units_read_less_and_fast_ones_more() -> None:
+    placement = place([(4000,), (600,)])
+    ((slow, fast),) = Anchor(threshold=0.3)(placement, TABLE, 8, curves(0.05))
+    assert max(slow) < 8 < min(fast)
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("min", -1), ("max", 1)])
+def test_min_only_takes_and_max_only_gives(kind: str, sign: int) -> None:
+    placement = place([(4000,), (600,)], [(1500,)])
+    budgets = Anchor(kind=kind, threshold=1.0)(placement, TABLE, 8, curves(0.05))  # type: ignore[arg-type]
+    assert all(sign * (k - 8) >= 0 for rank in budgets for unit in rank for k in unit)
+
+
+def test_without_a_threshold_to_spend_nothing_changes() -> None:
+    """At p = 0 only the default is feasible: the set is never empty."""
+    placement = place([(4000,), (600,)])
+    assert Anchor(threshold=0.0)(placement, TABLE, 8, curves(0.05)) == (((8, 8), (8, 8)),)
+
+
+def test_the_nearest_end_of_the_feasible_set_where_the_anchor_is_out_of_reach() -> None:
+    """coverage(8) - coverage(k) <= 0.1 along 1 - exp(-0.05 k): the smallest such k, by hand."""
+    table = curves(0.05)
+    at = {k: table.coverage(0, 4000, np.array([k]))[0] for k in range(1, 9)}
+    lowest = min(k for k, covered in at.items() if at[8] - covered <= 0.1)
+    ((slow, _),) = Anchor(threshold=0.1)(place([(4000,), (40,)]), TABLE, 8, table)
+    assert slow == (lowest, lowest)
+    assert 1 < lowest < 8
+
+
+def test_layers_are_tuned_one_by_one() -> None:
+    """Where a layer's coverage hardly depends on the budget it gives up more."""
+    flat, steep = curves(5.0), curves(0.05)
+    mixed = CoverageCurves(16, {key: (flat if key[0] == 0 else steep).values[key] for key in steep.values})
+    ((slow, _),) = Anchor(threshold=0.1)(place([(4000,), (40,)]), TABLE, 8, mixed)
+    assert slow[0] < slow[1] < 8
+
+
+def test_scope_rank_compares_sums() -> None:
+    """Equal sums of unequal units: nothing to do under rank, much under micro_batch."""
+    placement = place([(2000,), (500,)], [(2000,), (500,)])
+    by_rank = Anchor(threshold=0.5, scope="rank")(placement, TABLE, 8, curves(0.05))
+    assert by_rank == (((8, 8), (8, 8)),) * 2
+    assert Anchor(threshold=0.5)(placement, TABLE, 8, curves(0.05)) != by_rank
+
+
+def test_limits_hold_and_the_default_stays_possible_outside_them() -> None:
+    placement = place([(4000,), (600,)])
+    ((slow, fast),) = Anchor(threshold=1.0, min_budget=6, max_budget=9)(placement, TABLE, 8, curves(0.05))
+    assert min(slow) >= 6
+    assert max(fast) <= 9
+    ((only,),) = Anchor(threshold=0.0, min_budget=1, max_budget=4)(place([(4000,)]), TABLE, 8, curves(0.05))
+    assert only == (8, 8)
+
+
+def test_empty_units_keep_the_default() -> None:
+    assert Anchor()(place([(100,)], [()]), TABLE, 8, curves(0.1))[1] == ((8, 8),)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.lists(st.integers(1, 4000), min_size=0, max_size=3), min_size=1, max_size=5),
+    st.sampled_from(["mean", "min", "max"]),
+    st.sampled_from(["micro_batch", "rank"]),
+    st.floats(0, 1),
+    st.floats(0.001, 1),
+    st.integers(1, 12),
+)
+def test_coverage_never_changes_by_more_than_the_threshold(
+    units: list[list[int]], kind: str, scope: str, threshold: float, steepness: float, default: int
+) -> None:
+    if not any(units):
+        return
+    placement = place([tuple(unit) for unit in units])
+    table = curves(steepness)
+    anchor = Anchor(kind=kind, threshold=threshold, scope=scope)  # type: ignore[arg-type]
+    (budgets,) = anchor(placement, TABLE, default, table)
+    assert (budgets,) == anchor(placement, TABLE, default, table)
+    for unit, layers in zip(placement[0], budgets, strict=True):
+        for layer, k in enumerate(layers):
+            if unit:
+                before, after = table.unit_coverage(layer, unit, np.array([default, k]))
+                assert abs(after - before) <= threshold + 1e-9
+                assert 1 <= k <= max(4 * default, default)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 4000), min_size=2, max_size=6), st.floats(0, 1))
+def test_tuning_never_moves_a_unit_further_from_the_anchor(lengths: list[int], threshold: float) -> None:
+    placement = place([(n,) for n in lengths])
+    before = [milliseconds(unit, (8, 8)) for unit in placement[0]]
+    (budgets,) = Anchor(threshold=threshold)(placement, TABLE, 8, curves(0.05))
+    after = [milliseconds(unit, layers) for unit, layers in zip(placement[0], budgets, strict=True)]
+    anchor = np.mean(before)
+    for was, now in zip(before, after):
+        assert abs(now - anchor) <= abs(was - anchor) + 1e-6 * was
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "median"}, "anchor is 'median'"),
+        ({"scope": "all"}, "scope is 'all'"),
+        ({"threshold": -0.1}, "threshold"),
+        ({"threshold": 1.5}, "threshold"),
+        ({"threshold": float("nan")}, "threshold"),
+        ({"min_budget": 0}, "min_budget"),
+        ({"min_budget": 5, "max_budget": 4}, "max_budget 4 is below"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Anchor(**arguments)  # type: ignore[arg-type]
+
+
+def test_coverage_is_one_from_the_full_budget_on_and_rises_before() -> None:
+    for table in (CoverageCurves(16, {}), curves(0.03)):
+        covered = table.coverage(0, 1000, np.arange(1, 80))
+        assert (covered[62:] == 1).all()
+        assert (np.diff(covered) >= 0).all()
+        assert covered[0] > 0
+
+
+def test_unit_coverage_weighs_by_tokens() -> None:
+    table = CoverageCurves(16, {})
+    unit = (Segment(0, 0, 16, 16, 0), Segment(1, 0, 480, 480, 0))
+    alone = table.coverage(0, 480, np.array([2]))[0]
+    assert table.unit_coverage(0, unit, np.array([2]))[0] == pytest.approx((16 * 1 + 480 * alone) / 496)
+
+
+def test_length_ranges_are_powers_of_two() -> None:
+    assert [length_bucket(blocks) for blocks in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
+
+
+def test_the_estimator_is_a_moving_average_that_survives_json() -> None:
+    estimator = CoverageEstimator(16, decay=0.75)
+    estimator.update(1, 100, np.linspace(0.2, 0.6, len(BUDGET_GRID)).tolist())
+    estimator.update(1, 100, np.linspace(0.6, 1.0, len(BUDGET_GRID)).tolist())
+    other = CoverageEstimator(16)
+    other.load_state_dict(json.loads(json.dumps(estimator.state_dict())))
+    for each in (estimator, other):
+        found = each.curves().values[1, length_bucket(7)]
+        assert found == pytest.approx(np.linspace(0.3, 0.7, len(BUDGET_GRID)))
+    estimator.update(1, 100, [0.5] * len(BUDGET_GRID))
+    other.update(1, 100, [0.5] * len(BUDGET_GRID))
+    assert estimator.state_dict() == other.state_dict()
+
+
+def test_a_snapshot_does_not_change_when_the_estimator_learns() -> None:
+    estimator = CoverageEstimator(16)
+    estimator.update(0, 100, [0.5] * len(BUDGET_GRID))
+    before = estimator.curves()
+    kept = before.coverage(0, 100, np.array([2]))[0]
+    estimator.update(0, 100, [0.9] * len(BUDGET_GRID))
+    assert before.coverage(0, 100, np.array([2]))[0] == kept
+
+
+@pytest.mark.parametrize(
+    "curve", [[0.5], [float("nan")] * len(BUDGET_GRID), [1.5] * len(BUDGET_GRID), [-0.1] * len(BUDGET_GRID)]
+)
+def test_the_estimator_refuses_what_is_no_coverage(curve: list[float]) -> None:
+    with pytest.raises(InputError, match="coverage"):
+        CoverageEstimator(16).update(0, 100, curve)
+
+
+def test_estimator_state_of_another_block_size_is_refused() -> None:
+    with pytest.raises(InputError, match="block size 16, but the run has 64"):
+        CoverageEstimator(64).load_state_dict(CoverageEstimator(16).state_dict())
+    with pytest.raises(InputError, match="decay is 1"):
+        CoverageEstimator(16, decay=1.0)
