@@ -73,7 +73,7 @@ def test_a_segment_over_the_pack_size_stays_alone() -> None:
 def test_balance_is_by_predicted_time_not_by_tokens(roofline: RooflineModel) -> None:
     """Two samples of equal length, one with a target on every token: tokens balance them, time does not."""
     heavy, light = Sample(0, 400, 399), Sample(1, 400, 0)
-    small = [Sample(i, 200, 0) for i in range(2, 5)]
+    small = [Sample(i, 100, 0) for i in range(2, 8)]
     roofline = replace(roofline, vocabulary=8_000)
     placement = sab([heavy, light, *small], roofline, Topology(dp=2), (4, 4, 4), 4096)
     times = [sum(roofline.latency(unit, (4, 4, 4)).total_ms for unit in rank) for rank in placement]

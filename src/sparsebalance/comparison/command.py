@@ -26,7 +26,7 @@ from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.reporting.trace import write_trace
 from sparsebalance.training.config import CompareConfig, config_record
 from sparsebalance.training.parallel import Ranks
-from sparsebalance.training.session import Session, open_session, preflight
+from sparsebalance.training.session import Session, configured_policy, open_session, preflight
 
 
 class ComparisonFailed(RuntimeError):
@@ -43,7 +43,7 @@ def check_compare(config: CompareConfig) -> None:
         )
     if len(set(config.policies)) != len(config.policies):
         raise InputError(f"policies {config.policies} name one twice")
-    preflight(config)
+    preflight(config, config.policies)
 
 
 def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, Any] | None:
@@ -54,8 +54,6 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
     """
     begin = time.perf_counter()
     session = open_session(config, ranks)
-    for name in config.policies:
-        session.policy(name)
     progress = progress_bars(console) if ranks.is_first else None
     with progress or nullcontext():
         table = session.latency_table(follow(progress, "measuring this machine"))
@@ -72,7 +70,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
             progress.update(task, total=len(records) * len(names), description="comparing policies")
     if not ranks.is_first:
         return None
-    tuned = [name for name in names if session.policy(name).tuned]
+    tuned = [name for name in names if configured_policy(config, name).tuned]
     checks = check_strict(records, names[0], tuned)
     policies, best = summarise(records, names, tuned)
     summary = {

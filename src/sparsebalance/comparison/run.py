@@ -24,7 +24,7 @@ from sparsebalance.planning.work import key_blocks
 from sparsebalance.profiling.memory import PeakMemory
 from sparsebalance.training.config import CompareConfig
 from sparsebalance.training.engine import RankResult
-from sparsebalance.training.session import Session
+from sparsebalance.training.session import Session, configured_policy
 from sparsebalance.training.trainer import learning_rate, make_optimizer, update
 
 Probes = dict[tuple[int, int], CoverageProbe]
@@ -58,7 +58,7 @@ def run_comparison(
         begin: `time.perf_counter()` from which the configured time limit counts.
         on_policy: called before a policy runs in a step, e.g. for a progress bar.
     """
-    policies = [session.policy(name) for name in config.policies]
+    policies = [configured_policy(config, name) for name in config.policies]
     optimizer = make_optimizer(session.engine.model, config.optimizer)
     estimator = CoverageEstimator(config.attention.block_size)
     records: list[dict[str, Any]] = []

@@ -36,7 +36,7 @@ def profile(config: RunConfig, path: Path, check: bool, console: Console) -> dic
     with progress_bars(console) as progress:
         table = measure(
             model,
-            identity_of(model, config),
+            identity_of(model.config, config),
             longest,
             2 * config.attention.budget,
             progress=follow(progress, "measuring this machine"),

@@ -25,7 +25,7 @@ def check_train(config: RunConfig, resume: bool) -> None:
     InputError: see `preflight`; or nothing to resume, or a run that would be overwritten.
     """
     check_start(config, resume)
-    preflight(config)
+    preflight(config, [config.balance.policy])
 
 
 def check_start(config: RunConfig, resume: bool) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
 from sparsebalance.planning.errors import InputError
@@ -27,12 +25,12 @@ def build_model(
     """
     transformers_logging.disable_progress_bar()
     dtype = DTYPES[config.dtype]
+    decoder = decoder_config(config, vocabulary, max_length)
     if config.path is not None:
-        _check_checkpoint(config.path)
         model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, local_files_only=True)
     else:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_random_config(config, vocabulary, max_length), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(decoder, dtype=dtype)
     head = model.get_output_embeddings()
     if head.bias is not None or getattr(model.config, "final_logit_softcapping", None):
         raise InputError(
@@ -46,12 +44,24 @@ def build_model(
         )
     activate(model, attention.block_size, attention.budget, attention.granularity)
     if config.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     return model
 
 
-def _random_config(config: ModelConfig, vocabulary: int, max_length: int) -> Qwen2Config:
+def decoder_config(config: ModelConfig, vocabulary: int, max_length: int) -> PreTrainedConfig:
+    """The transformers config of the decoder, without building it.
+
+    Raises:
+        InputError: no checkpoint at `config.path`.
+    """
+    if config.path is not None:
+        if not (config.path / "config.json").is_file():
+            raise InputError(
+                f"no checkpoint at {config.path}: it has no config.json; give a local checkpoint directory"
+            )
+        read: PreTrainedConfig = AutoConfig.from_pretrained(config.path, local_files_only=True)
+        return read
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=config.hidden,
@@ -66,14 +76,9 @@ def _random_config(config: ModelConfig, vocabulary: int, max_length: int) -> Qwe
     )
 
 
-def _check_checkpoint(path: Path) -> None:
-    if not (path / "config.json").is_file():
-        raise InputError(f"no checkpoint at {path}: it has no config.json; give a local checkpoint directory")
-
-
-def identity_of(model: PreTrainedModel, config: RunConfig) -> Identity:
+def identity_of(decoder: PreTrainedConfig, config: RunConfig) -> Identity:
     """What a latency table must have been measured for, to predict this run."""
-    c = model.config
+    c = decoder
     return Identity(
         layers=c.num_hidden_layers,
         hidden=c.hidden_size,

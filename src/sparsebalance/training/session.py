@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from sparsebalance.training import token_cache
 from sparsebalance.training.config import DataConfig, RunConfig, check_config
 from sparsebalance.training.data import TokenisedDataset, load_examples
 from sparsebalance.training.engine import Engine
-from sparsebalance.training.model import build_model, identity_of
+from sparsebalance.training.model import build_model, decoder_config, identity_of
 from sparsebalance.training.parallel import FlatGradients, Ranks
 from sparsebalance.training.sampler import GlobalBatches
 
@@ -47,16 +47,6 @@ class Session:
     @property
     def topology(self) -> Topology:
         return Topology(dp=self.ranks.world)
-
-    def policy(self, name: str) -> Policy:
-        balance = self.config.balance
-        anchor = Anchor(
-            kind=balance.anchor,
-            threshold=balance.threshold,
-            min_budget=balance.min_budget,
-            max_budget=balance.max_budget,
-        )
-        return named_policy(name, budget=self.config.attention.budget, token_cap=balance.token_cap, anchor=anchor)
 
     def latency_table(self, progress: Progress | None = None) -> LatencyTable:
         """The configured table, checked; or one measured now, on all ranks at once as they will run."""
@@ -87,6 +77,22 @@ class Session:
             )
 
 
+def configured_policy(config: RunConfig, name: str) -> Policy:
+    """The policy of that name with the run's budget, cap and anchor.
+
+    Raises:
+        InputError: no such policy, or an anchor setting out of range.
+    """
+    balance = config.balance
+    anchor = Anchor(
+        kind=balance.anchor,
+        threshold=balance.threshold,
+        min_budget=balance.min_budget,
+        max_budget=balance.max_budget,
+    )
+    return named_policy(name, budget=config.attention.budget, token_cap=balance.token_cap, anchor=anchor)
+
+
 def read_data(config: DataConfig) -> tuple[TokenisedDataset, PreTrainedTokenizerBase]:
     """Tokenised examples and their tokenizer.
 
@@ -114,17 +120,24 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def preflight(config: RunConfig) -> TokenisedDataset:
+def preflight(config: RunConfig, policies: Sequence[str]) -> TokenisedDataset:
     """Everything that can be wrong with a run's input, found before a process is started or a file written.
+
+    Args:
+        policies: names of those that the run will use.
 
     Raises:
         InputError: the first problem.
     """
     check_config(config)
+    for name in policies:
+        configured_policy(config, name)
+    tokenizer = read_tokenizer(config.data.tokenizer)
+    decoder = decoder_config(config.model, len(tokenizer), config.data.max_length)
+    if config.balance.table is not None:
+        LatencyTable.load(config.balance.table).check_matches(identity_of(decoder, config))
     data, _ = read_data(config.data)
     _batches(config, data)
-    if config.balance.table is not None:
-        LatencyTable.load(config.balance.table)
     return data
 
 
@@ -141,7 +154,7 @@ def open_session(config: RunConfig, ranks: Ranks) -> Session:
     attention = config.attention
     engine = Engine(model, attention.block_size, attention.granularity, config.model.checkpointing)
     return Session(
-        config, ranks, data, _batches(config, data), engine, FlatGradients(model), identity_of(model, config)
+        config, ranks, data, _batches(config, data), engine, FlatGradients(model), identity_of(model.config, config)
     )
 
 

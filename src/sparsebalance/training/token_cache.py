@@ -7,6 +7,7 @@ tokenised again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -77,4 +78,5 @@ def store(key: str, data: TokenisedDataset) -> None:
         for old in newest[KEEP:]:
             old.unlink(missing_ok=True)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()

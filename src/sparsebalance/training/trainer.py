@@ -25,7 +25,7 @@ from sparsebalance.training.engine import RankResult
 from sparsebalance.training.metrics import MetricsFile, StepRecord
 from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.sampler import PlanAhead
-from sparsebalance.training.session import Session, open_session
+from sparsebalance.training.session import Session, configured_policy, open_session
 
 
 def train(
@@ -62,7 +62,7 @@ def train(
     elif found is not None:
         raise InputError(f"{config.out} already holds {found.name}; resume it, or choose another --out")
     table = _table_of_run(session, resume)
-    policy = session.policy(config.balance.policy)
+    policy = configured_policy(config, config.balance.policy)
 
     def make_plan(step: int, curves: CoverageCurves) -> StepPlan:
         samples = session.batches.at(step)

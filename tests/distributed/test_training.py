@@ -1,0 +1,80 @@
+"""Training in real processes: faults end every rank with a message, and a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.models import tiny_run
+
+pytestmark = pytest.mark.distributed
+
+LIMIT_S = 150  # a hang, not a slow machine
+
+
+def start(folder: Path, *arguments: str, fault: str = "", **changes: Any) -> subprocess.CompletedProcess[str]:
+    """`sparsebalance train` with two ranks; `fault` is described in launch_worker.py."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(tiny_run(folder, **changes)))
+    code = (
+        "import sys; from sparsebalance import cli; from sparsebalance.training import launch\n"
+        "launch.WORKER_MODULE = 'tests.distributed.launch_worker'\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({"FAULT": fault} if fault else {})}
+    return subprocess.run(
+        [sys.executable, "-c", code, "train", "--config", str(folder / "config.yaml"), *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
+    """Rank 1 is killed in step 3 of 4, after the checkpoint of step 2: then on, and the same as never stopped."""
+    killed = start(tmp_path, fault="kill:1:3")
+    assert killed.returncode == 1
+    assert "error: rank 1 failed: it was ended by signal 9; all ranks were stopped" in killed.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+    resumed = start(tmp_path, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    table = tmp_path / "run" / "latency_table.json"
+    straight = start(tmp_path, out=str(tmp_path / "straight"), balance={"table": str(table)})
+    assert straight.returncode == 0, straight.stderr
+
+    timed = {"step_ms", "rank_busy_ms", "imbalance_rank", "planning_ms"}
+    found, expected = (
+        [{k: v for k, v in line.items() if k not in timed} for line in metrics(tmp_path / name)]
+        for name in ("run", "straight")
+    )
+    assert found == expected
+    assert {line["mean_budget"] for line in expected} != {3.0}  # tuning was at work
+    a, b = (tmp_path / name / "checkpoint-4" / "model.safetensors" for name in ("run", "straight"))
+    assert a.read_bytes() == b.read_bytes()
+    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+
+
+def test_a_rank_that_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    ended = start(tmp_path, fault="raise:1:2")
+    assert ended.returncode == 1
+    assert "error: rank 1 failed: ValueError: the disk caught fire; all ranks were stopped" in ended.stderr
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
+    ended = start(tmp_path, fault="nan:0:1", checkpoint_every=1)
+    assert ended.returncode == 2
+    assert "step 1: loss nan" in ended.stderr
+    assert "no update was made" in ended.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()

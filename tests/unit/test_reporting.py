@@ -1,0 +1,237 @@
+"""Tables, pages and traces say what the records hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from sparsebalance.comparison.summary import check_strict, summarise, unit_error
+from sparsebalance.reporting.console import COLUMNS, comparison_notes, print_comparison
+from sparsebalance.reporting.html import headline, write_report
+from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
+from sparsebalance.reporting.trace import trace_events, write_trace
+
+NAMES = ("random", "kk_tokens", "sab", "sab_dst")
+
+
+def policy_step(units: list[list[float]], loss: float = 2.0, coverage: float = 0.5) -> dict[str, Any]:
+    """A policy's part of a record: measured unit times per rank (a third forward); 0 is an empty unit."""
+    ranks, predicted = [], []
+    for rank in units:
+        start, row = 0.0, []
+        for ms in rank:
+            tokens = int(ms)
+            row.append(
+                {
+                    "lengths": [tokens] if tokens else [],
+                    "tokens": tokens,
+                    "targets": tokens // 2,
+                    "budgets": [4, 4],
+                    "predicted_ms": 1.1 * ms,
+                    "start_ms": start,
+                    "forward_ms": ms / 3,
+                    "backward_ms": 2 * ms / 3,
+                }
+            )
+            start += ms
+        ranks.append(row)
+        predicted.append(1.1 * start)
+    busy = [sum(rank) for rank in units]
+    return {
+        "step_ms": max(busy),
+        "rank_busy_ms": busy,
+        "all_reduce_ms": [max(busy) - b for b in busy],
+        "loss": loss,
+        "grad_norm": 1.0,
+        "coverage": coverage,
+        "oracle_coverage": coverage + 0.1,
+        "mean_budget": 4.0,
+        "planning_ms": 1.0,
+        "predicted_step_ms": max(predicted),
+        "peak_memory_mb": 100.0,
+        "units": ranks,
+    }
+
+
+def records() -> list[dict[str, Any]]:
+    steps = []
+    for step in range(3):
+        scale = 100.0 * (step + 1)
+        steps.append(
+            {
+                "step": step,
+                "learning_rate": 1e-3,
+                "tokens": 400,
+                "targets": 200,
+                "baseline_loss": 2.0 - step / 10,
+                "samples": [{"id": i, "length": 100, "targets": 50} for i in range(4)],
+                "policies": {
+                    "random": policy_step([[3 * scale], [scale, 0]], 2.0 - step / 10),
+                    "kk_tokens": policy_step([[2.5 * scale], [1.5 * scale]], 2.0 - step / 10),
+                    "sab": policy_step([[2 * scale], [scale, scale]], 2.0 - step / 10),
+                    "sab_dst": policy_step([[2 * scale], [2 * scale]], 2.1 - step / 10, 0.6),
+                },
+            }
+        )
+    return steps
+
+
+@pytest.fixture
+def summary() -> dict[str, Any]:
+    policies, best = summarise(records(), NAMES, ["sab_dst"])
+    return {
+        "schema": 1,
+        "machine": {
+            "cpu": "Test <CPU>",
+            "cores": 2,
+            "torch": "2.13",
+            "threads": 1,
+            "processes": 2,
+            "date": "today",
+        },
+        "topology": {"dp": 2, "pp": 1, "tp": 1, "sp": 1},
+        "settings": {
+            "steps": 3,
+            "steps_configured": 5,
+            "batch_size": 4,
+            "granularity": "block",
+            "budget": 4,
+            "block_size": 16,
+            "data": "a&b.jsonl",
+            "config": {},
+        },
+        "baseline": "random",
+        "best_baseline": best,
+        "policies": policies,
+        "predictor": {"heldout_mape": unit_error(records()), "step_error_median": 0.1},
+        "checks": check_strict(records(), "random", ["sab_dst"]).record(),
+        "data": {"samples": 4, "tokens": 400, "targets": 200, "lengths": [10, 40, 50, 300]},
+    }
+
+
+def test_the_summary_by_hand(summary: dict[str, Any]) -> None:
+    """Step times are 300, 600, 900 under random and two thirds of that under sab."""
+    random, sab = summary["policies"]["random"], summary["policies"]["sab"]
+    assert summary["best_baseline"] == "kk_tokens"
+    assert (random["step_ms"], sab["step_ms"]) == (600, 400)
+    assert (random["step_ms_p10"], random["step_ms_p90"]) == (pytest.approx(360), pytest.approx(840))
+    assert sab["speedup_vs_random"] == pytest.approx(1.5)
+    assert sab["speedup_vs_best_baseline"] == pytest.approx(1.25)
+    assert random["imbalance"]["rank"] == pytest.approx(1.5)
+    assert random["imbalance"]["slot"] == pytest.approx(1.25)  # slots (3, 1) and (0, 0)
+    assert random["imbalance"]["all"] == pytest.approx(1.5)
+    assert random["busy_fraction"] == pytest.approx(4 / 6)
+    assert sab["busy_fraction"] == pytest.approx(1.0)
+    assert sab["planning_share"] == pytest.approx(3 / 1200)
+    assert random["predictor_error"] == pytest.approx(0.1)
+    assert summary["predictor"]["heldout_mape"] == pytest.approx(0.1)
+    assert [summary["policies"][n]["tuned"] for n in NAMES] == [False, False, False, True]
+    assert [summary["policies"][n]["ours"] for n in NAMES] == [False, False, True, True]
+
+
+def test_checks_look_at_strict_policies_only() -> None:
+    steps = records()
+    assert check_strict(steps, "random", ["sab_dst"]).passed
+    assert not check_strict(steps, "random", []).passed
+    steps[1]["policies"]["sab"]["grad_norm"] = 1.001
+    found = check_strict(steps, "random", ["sab_dst"])
+    assert not found.passed
+    assert found.strict_grad_norm_rel_diff_max == pytest.approx(1e-3)
+    steps[1]["policies"]["sab"]["grad_norm"] = float("nan")
+    assert not check_strict(steps, "random", ["sab_dst"]).passed
+
+
+def test_the_terminal_table_fits_80_columns_and_names_the_best_baseline(summary: dict[str, Any]) -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_comparison(console, summary)
+    text = console.export_text()
+    assert "…" not in text
+    assert re.search(r"kk_tokens \*\s+500\s+1\.20x\s+1\.00x", text)
+    assert re.search(r"sab\s+400\s+1\.50x\s+1\.25x\s+1\.00\s+100%", text)
+    assert "ended the run after 3 of 5 steps" in " ".join(text.split())
+    assert "passed" in text
+
+
+def test_notes_say_when_a_check_failed(summary: dict[str, Any]) -> None:
+    summary["checks"]["passed"] = False
+    summary["settings"]["steps_configured"] = 3
+    notes = " ".join(comparison_notes(summary))
+    assert "FAILED" in notes
+    assert "time limit" not in notes
+
+
+def test_the_page_is_self_contained_and_escaped(summary: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "report.html"
+    write_report(path, summary, records())
+    page = path.read_text()
+    outside = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=['\"]?http", outside)
+    assert page.count("plotly.js v") == 1
+    assert page.count('class="plotly-graph-div"') == 7
+    assert "Test &lt;CPU&gt;" in outside
+    assert "a&amp;b.jsonl" in outside
+    assert "sab is 1.50x random order and 1.25x the fastest baseline (kk_tokens)" in outside
+    for heading in COLUMNS:
+        assert f"<th>{heading}</th>" in outside
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+
+
+def test_the_headline_without_our_policies(summary: dict[str, Any]) -> None:
+    for name in ("sab", "sab_dst"):
+        del summary["policies"][name]
+    assert headline(summary) == "the fastest policy is kk_tokens"
+
+
+def test_the_trace_follows_the_chrome_format(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.json", records()[0])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    for event in events:
+        assert {"name", "pid", "tid"} <= set(event)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+    sab = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"].endswith(": sab"))
+    slices = sorted(
+        (e["tid"], e["ts"], e["name"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == sab and e["dur"]
+    )
+    assert [(tid, name) for tid, _, name, _ in slices] == [
+        (0, "F0"),
+        (0, "B0"),
+        (1, "F0"),
+        (1, "B0"),
+        (1, "F1"),
+        (1, "B1"),
+    ]
+    for (tid, ts, _, dur), (next_tid, next_ts, _, _) in zip(slices, slices[1:]):  # noqa: RUF007
+        assert next_tid != tid or next_ts == pytest.approx(ts + dur)
+    assert sum(e["name"] in ("F1", "B1") for e in trace_events(records()[0])) == 2  # the empty unit has no slice
+
+
+def test_length_statistics_by_hand() -> None:
+    found = length_statistics([1, 2, 3, 4, 1000], [0, 1, 1, 1, 10])
+    assert (found["samples"], found["tokens"], found["targets"], found["without_targets"]) == (5, 1010, 13, 1)
+    assert (found["min"], found["p50"], found["max"], found["mean"]) == (1, 3, 1000, 202)
+    bins = {entry["from"]: (entry["samples"], entry["tokens"]) for entry in found["bins"]}
+    assert bins == {1: (1, 1), 2: (2, 5), 4: (1, 4), **{2**i: (0, 0) for i in range(3, 9)}, 512: (1, 1000)}
+    assert json.loads(json.dumps(found)) == found
+    powers = length_statistics([2**i for i in range(20)], [0] * 20)
+    assert all(entry["samples"] == 1 for entry in powers["bins"])
+
+
+def test_lengths_are_printed_and_plotted(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(10, 5000, 200).tolist()
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_lengths(console, length_statistics(lengths, [0] * 200), "test.jsonl")
+    text = console.export_text()
+    assert "200 samples" in text
+    assert "200 samples have no target token" in text
+    write_lengths_page(tmp_path / "lengths.html", lengths, "<test>")
+    assert "Lengths of &lt;test&gt;" in (tmp_path / "lengths.html").read_text()
+    write_lengths_page(tmp_path / "one.html", [7], "one sample")
