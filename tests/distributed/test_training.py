@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,31 @@ pytestmark = pytest.mark.distributed
 LIMIT_S = 150  # a hang, not a slow machine
 
 
-def start(folder: Path, *arguments: str, fault: str = "", **changes: Any) -> subprocess.CompletedProcess[str]:
-    """`sparsebalance train` with two ranks; `fault` is described in launch_worker.py."""
+def command(folder: Path, *arguments: str, **changes: Any) -> list[str]:
+    """`sparsebalance train` with two ranks that launch_worker.py stands in for."""
     (folder / "config.yaml").write_text(yaml.safe_dump(tiny_run(folder, **changes)))
     code = (
         "import sys; from sparsebalance import cli; from sparsebalance.training import launch\n"
         "launch.WORKER_MODULE = 'tests.distributed.launch_worker'\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({"FAULT": fault} if fault else {})}
+    return [sys.executable, "-c", code, "train", "--config", str(folder / "config.yaml"), *arguments]
+
+
+def environment(fault: str = "") -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **({"FAULT": fault} if fault else {})}
+
+
+def start(folder: Path, *arguments: str, fault: str = "", **changes: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, "train", "--config", str(folder / "config.yaml"), *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+        command(folder, *arguments, **changes),
+        cwd=ROOT,
+        env=environment(fault),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -78,3 +92,33 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path: Path) -> Non
     assert "no update was made" in ended.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+def test_a_stopped_launcher_leaves_no_rank_behind(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        command(tmp_path, steps=100_000), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    written = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + LIMIT_S
+    while not written.is_file() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    ranks = ranks_of(launcher.pid)
+    launcher.send_signal(signal.SIGTERM)
+    _, stderr = launcher.communicate(timeout=LIMIT_S)
+    assert len(ranks) == 2
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; all ranks were stopped" in stderr
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Children that run the worker module (Linux)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+            if parent == launcher and "launch_worker" in (stat.parent / "cmdline").read_text():
+                found.append(int(stat.parent.name))
+        except (OSError, IndexError):
+            continue  # ended in between
+    return found

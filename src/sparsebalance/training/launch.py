@@ -12,9 +12,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sparsebalance.planning.errors import InputError
@@ -56,9 +57,18 @@ def launch(arguments: Sequence[str], processes: int) -> int:
             elastic_launch(config, sys.executable)("-m", WORKER_MODULE, *arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            message = failure.message.strip().splitlines()[-1] if failure.message else ""
-            if failure.exitcode < 0:
-                message = f"it was ended by signal {-failure.exitcode}"
-            print(f"error: rank {rank} failed: {message}; all ranks were stopped", file=sys.stderr)
+            print(f"error: rank {rank} failed: {_reason(failure)}; all ranks were stopped", file=sys.stderr)
             return 2 if failure.exitcode == 2 else 1
+        except SignalException as stopped:  # the agent has ended all ranks
+            print(f"stopped by {stopped.sigval.name}; all ranks were stopped", file=sys.stderr)
+            return 128 + int(stopped.sigval)
     return 0
+
+
+def _reason(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"it was ended by signal {-failure.exitcode}"
+    # What `record_failure` left is a record; a process that died without it has a sentence of the agent's.
+    recorded: Any = failure.message
+    message = recorded["message"] if isinstance(recorded, dict) else recorded
+    return str(message).strip().removeprefix("InputError: ") or f"exit status {failure.exitcode}"
