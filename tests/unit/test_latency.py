@@ -74,6 +74,16 @@ def test_a_machine_with_a_constant_rate_is_predicted_exactly(length: int, budget
     assert found[0] == pytest.approx(3e-4 * scores + 2.0)
 
 
+def test_the_interaction_scales_every_prediction() -> None:
+    table = make_table()
+    slower = replace(table, interaction=1.25)
+    segments = [whole(100, 30), whole(700)]
+    budgets = np.array([1, 5])
+    assert slower.latency(segments, (3, 5)).total_ms == pytest.approx(1.25 * table.latency(segments, (3, 5)).total_ms)
+    assert slower.attention_ms(segments, budgets) == pytest.approx(1.25 * table.attention_ms(segments, budgets))
+    assert LatencyTable.mean([table, slower]).interaction == pytest.approx(1.125)
+
+
 def test_latency_adds_linear_head_and_every_layer_with_its_own_budget() -> None:
     table = make_table()
     segments = [whole(100, 30), whole(40, 10, sample=1)]
@@ -153,6 +163,7 @@ def test_a_table_of_another_model_is_refused_with_every_differing_field() -> Non
         (lambda r: r.update(linear=r["linear"][:1]), "too few points"),
         (lambda r: r.update(attention=[]), "too few points"),
         (lambda r: r.update(call_ms=[]), "broken"),
+        (lambda r: r.update(interaction=0.0), "not above 0"),
     ],
 )
 def test_a_broken_table_is_one_clear_error(tmp_path: Path, change: object, message: str) -> None:

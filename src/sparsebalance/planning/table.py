@@ -90,6 +90,8 @@ class LatencyTable:
     linear: model without attention over the tokens of a micro-batch, at least 2 points.
     head: final projection and loss over target tokens, at least 2 points.
     call_ms: fixed (forward, backward) milliseconds of one attention layer's call.
+    interaction: measured time of whole micro-batches over the sum of their separately measured parts, median;
+        above 1 because the parts push each other out of the caches. Every prediction is multiplied by it.
     """
 
     identity: Identity
@@ -98,6 +100,7 @@ class LatencyTable:
     linear: tuple[LinePoint, ...]
     head: tuple[LinePoint, ...]
     call_ms: tuple[float, float]
+    interaction: float = 1.0
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: what was derived from them is made again on the other side."""
@@ -121,10 +124,10 @@ class LatencyTable:
             forward, backward = forward + head_forward, backward + head_backward
         layers = Counter(budgets)
         attention = self._attention(segments, tuple(layers)) @ np.array(list(layers.values()))
-        return Latency(forward + float(attention[0]), backward + float(attention[1]))
+        return Latency(forward + float(attention[0]), backward + float(attention[1])).scaled(self.interaction)
 
     def attention_ms(self, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> NDArray[np.float64]:
-        total: Floats = self._attention(segments, tuple(budgets.tolist())).sum(0)
+        total: Floats = self._attention(segments, tuple(budgets.tolist())).sum(0) * self.interaction
         return total
 
     def _attention(self, segments: Sequence[Segment], budgets: tuple[int, ...]) -> Floats:
@@ -225,6 +228,7 @@ class LatencyTable:
             linear=tuple(map(line, zip(*(table.linear for table in tables), strict=True))),
             head=tuple(map(line, zip(*(table.head for table in tables), strict=True))),
             call_ms=(call[0], call[1]),
+            interaction=float(np.mean([table.interaction for table in tables])),
         )
 
     def save(self, path: Path) -> None:
@@ -256,6 +260,7 @@ class LatencyTable:
                 linear=tuple(LinePoint(**point) for point in record["linear"]),
                 head=tuple(LinePoint(**point) for point in record["head"]),
                 call_ms=(float(record["call_ms"][0]), float(record["call_ms"][1])),
+                interaction=float(record["interaction"]),
             )
         except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise InputError(
@@ -266,6 +271,7 @@ class LatencyTable:
 
     def _check_points(self, path: Path) -> None:
         times = [t for p in self.attention for t in (p.router_ms, p.forward_ms, p.backward_ms)]
+        times.append(self.interaction)
         times += [t for p in (*self.linear, *self.head) for t in (p.forward_ms, p.backward_ms)]
         lengths = {point.length for point in self.attention}
         if len(lengths) < 2 or len(self.linear) < 2 or len(self.head) < 2:

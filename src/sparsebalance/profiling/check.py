@@ -1,18 +1,19 @@
-"""How wrong is a latency table? Whole micro-batches off its grid, measured and predicted side by side."""
+"""How wrong is a latency table? Whole micro-batches off its grid, measured and predicted side by side.
+
+They are timed in the same interleaved rounds as the table's own points, so that the error is the predictor's and
+not that of a machine whose speed changed in between.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance.planning.plan import Latency, MicroBatch, Segment
-from sparsebalance.planning.table import LatencyTable
-from sparsebalance.planning.work import key_blocks
-from sparsebalance.training.data import Example
-from sparsebalance.training.engine import Engine
+from sparsebalance.planning.table import Identity
+from sparsebalance.profiling.measure import Measurement, Work, measured_lengths, micro_batch, random_example
 
 
 @dataclass(frozen=True)
@@ -30,74 +31,39 @@ class CheckPoint:
         return self.predicted_ms / self.measured_ms - 1
 
 
-def mean_absolute_error(points: list[CheckPoint]) -> float:
+def mean_absolute_error(points: Sequence[CheckPoint]) -> float:
     return statistics.fmean(abs(point.error) for point in points)
 
 
-def check_table(
-    engine: Engine,
-    table: LatencyTable,
-    max_length: int,
-    count: int = 12,
-    rounds: int = 3,
-    seed: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[CheckPoint]:
-    """Measure `count` micro-batches of random lengths and budgets that the table has no point for.
+def held_out_work(identity: Identity, max_length: int, max_budget: int, count: int = 12, seed: int = 1) -> list[Work]:
+    """`count` micro-batches of random lengths and budgets that a table up to `max_length` has no point for.
 
-    Half are single samples, half are packs of up to 6; lengths are log-uniform from one block to
-    `max_length`, budgets from 1 to the largest measured one. Gradients of the engine's model are touched.
+    Half are single samples, half are packs of 2 to 6; lengths are log-uniform from one block to half of
+    `max_length` (shared out in a pack), budgets log-uniform from 1 to `max_budget`.
     """
-    units = _held_out(table, max_length, count, np.random.default_rng(seed))
-    times: list[list[float]] = [[] for _ in units]
-    for index in range(rounds + 1):  # the first round warms up
-        for place, (unit, examples) in enumerate(units):
-            result = engine.run([unit], examples, max(unit.targets, 1))
-            if index:
-                times[place].append(result.busy_ms)
-            if progress is not None:
-                progress(index * len(units) + place + 1, (rounds + 1) * len(units))
+    rng = np.random.default_rng(seed)
+    known = set(measured_lengths(identity.block_size, max_length))
+    works: list[Work] = []
+    while len(works) < count:
+        samples = 1 if len(works) % 2 == 0 else int(rng.integers(2, 7))
+        longest = max(max_length // 2 // samples, 2)
+        low = min(identity.block_size, longest - 1)
+        lengths = np.exp(rng.uniform(np.log(low), np.log(longest), samples)).astype(int).tolist()
+        budget = int(np.exp(rng.uniform(0, np.log(max_budget + 1))))
+        if not known & set(lengths):
+            examples = [random_example(length, identity.vocabulary, rng) for length in lengths]
+            works.append((micro_batch(examples, (budget,) * identity.layers), examples))
+    return works
+
+
+def check_points(measurement: Measurement, works: Sequence[Work]) -> list[CheckPoint]:
+    """Predictions of the table beside the times measured with it."""
     return [
         CheckPoint(
-            tuple(s.tokens for s in unit.segments),
+            tuple(segment.tokens for segment in unit.segments),
             unit.budgets[0],
-            unit.latency.total_ms,
-            statistics.median(ms),
+            measurement.table.latency(unit.segments, unit.budgets).total_ms,
+            measured_ms,
         )
-        for (unit, _), ms in zip(units, times)
+        for (unit, _), measured_ms in zip(works, measurement.held_out_ms, strict=True)
     ]
-
-
-def _held_out(
-    table: LatencyTable, max_length: int, count: int, rng: np.random.Generator
-) -> list[tuple[MicroBatch, list[Example]]]:
-    known = {(point.length, point.budget) for point in table.attention}
-    highest = max(point.budget for point in table.attention)
-    units: list[tuple[MicroBatch, list[Example]]] = []
-    while len(units) < count:
-        samples = 1 if len(units) % 2 == 0 else int(rng.integers(2, 7))
-        longest = max_length // samples
-        low = min(table.block_size, longest)
-        lengths = np.exp(rng.uniform(np.log(low), np.log(longest), samples)).astype(int).tolist()
-        budget = int(np.exp(rng.uniform(0, np.log(highest + 1))))
-        if samples == 1 and (lengths[0], min(budget, key_blocks(lengths[0], table.block_size))) in known:
-            continue
-        examples = [_example(length, table.identity.vocabulary, rng) for length in lengths]
-        segments = tuple(
-            Segment(i, 0, length, length, int((example.targets >= 0).sum()))
-            for i, (length, example) in enumerate(zip(lengths, examples))
-        )
-        budgets = (budget,) * table.layers
-        unit = MicroBatch(segments, budgets, Latency(0.0, 0.0))
-        units.append((MicroBatch(unit.segments, budgets, table.latency(segments, budgets)), examples))
-    return units
-
-
-def _example(length: int, vocabulary: int, rng: np.random.Generator) -> Example:
-    """Random tokens; the last tenth are targets, at most 1024, as in long-document instructions."""
-    ids = rng.integers(0, vocabulary, length).astype(np.int32)
-    targets = np.full(length, -100, dtype=np.int32)
-    wanted = min(length // 10, 1024)
-    if wanted:
-        targets[-wanted - 1 : -1] = ids[-wanted:]
-    return Example(ids, targets)

@@ -10,14 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsebalance.planning.table import LatencyTable
-from sparsebalance.profiling.check import CheckPoint, check_table, mean_absolute_error
+from sparsebalance.profiling.check import CheckPoint, check_points, held_out_work, mean_absolute_error
 from sparsebalance.profiling.measure import measure
 from sparsebalance.profiling.memory import keep_freed_memory
 from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.training.config import RunConfig, check_config
-from sparsebalance.training.engine import Engine
 from sparsebalance.training.model import build_model, identity_of
 from sparsebalance.training.session import read_tokenizer
+
+ROUNDS, LIMIT_S = 7, 120.0  # more than at the start of a run: this table is kept
 
 
 def profile(config: RunConfig, path: Path, check: bool, console: Console) -> dict[str, Any]:
@@ -33,21 +34,21 @@ def profile(config: RunConfig, path: Path, check: bool, console: Console) -> dic
     longest = config.data.max_length
     model = build_model(config.model, config.attention, vocabulary, longest, config.seed)
     result: dict[str, Any] = {"table": str(path)}
+    identity, max_budget = identity_of(model.config, config), 2 * config.attention.budget
+    works = held_out_work(identity, longest, max_budget) if check else []
     with progress_bars(console) as progress:
-        table = measure(
+        measurement = measure(
             model,
-            identity_of(model.config, config),
+            identity,
             longest,
-            2 * config.attention.budget,
+            max_budget,
+            rounds=ROUNDS,
+            limit_s=LIMIT_S,
             progress=follow(progress, "measuring this machine"),
+            held_out=works,
         )
-        table.save(path)
-        points = []
-        if check:
-            engine = Engine(
-                model, config.attention.block_size, config.attention.granularity, config.model.checkpointing
-            )
-            points = check_table(engine, table, longest // 2, progress=follow(progress, "checking the table"))
+    table, points = measurement.table, check_points(measurement, works)
+    table.save(path)
     _print_table(console, table)
     result["provenance"] = dict(table.provenance)
     if points:

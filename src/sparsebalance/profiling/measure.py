@@ -11,8 +11,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,13 +22,28 @@ from sparsebalance.attention.cpu import attend
 from sparsebalance.attention.interface import PackedLayout, budget_per_segment
 from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import Latency, MicroBatch, Segment
 from sparsebalance.planning.table import AttentionPoint, Identity, LatencyTable, LinePoint
 from sparsebalance.planning.work import key_blocks
+from sparsebalance.training.data import IGNORE, Example
+from sparsebalance.training.engine import Engine
 from sparsebalance.training.loss import linear_cross_entropy
 from sparsebalance.training.sparse_attention import SparseContext
 
 PACKED_TOKENS = 2048  # short samples are measured packed up to this length, as they will run
 Progress = Callable[[int, int], None]  # (points done, points in all)
+Work = tuple[MicroBatch, list[Example]]  # a micro-batch and the examples that its sample ids index
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Attributes:
+    table: for prediction.
+    held_out_ms: median forward + backward milliseconds of each held-out micro-batch.
+    """
+
+    table: LatencyTable
+    held_out_ms: tuple[float, ...]
 
 
 @dataclass
@@ -49,7 +65,8 @@ def measure(
     rounds: int = 3,
     limit_s: float = 45.0,
     progress: Progress | None = None,
-) -> LatencyTable:
+    held_out: Sequence[Work] = (),
+) -> Measurement:
     """Args:
         model: the decoder, with block-sparse attention activated.
         identity: recorded in the table.
@@ -58,6 +75,7 @@ def measure(
         rounds: timed rounds; at least 1.
         limit_s: no new round starts after so many seconds; the first is always finished.
         progress: called after every point.
+        held_out: micro-batches that are timed in the same rounds and never enter the table.
 
     Raises:
         InputError: max_length below two blocks (nothing to interpolate between).
@@ -66,7 +84,7 @@ def measure(
         raise InputError(
             f"max_length {max_length} is below two blocks of {identity.block_size}; nothing to interpolate"
         )
-    lengths = _powers(4, identity.block_size, max_length)
+    lengths = measured_lengths(identity.block_size, max_length)
     attention = {
         (length, budget): _Point(_attention_run(identity, length, budget))
         for length in lengths
@@ -75,7 +93,9 @@ def measure(
     linear = {count: _Point(_linear_run(model, identity, count)) for count in [1, *lengths]}
     head = {count: _Point(_head_run(model, count)) for count in _targets(max_length)}
     call = _Point(_attention_run(identity, 1, 1, packed=False))
-    points = [call, *attention.values(), *linear.values(), *head.values()]
+    works = [_work(identity, lengths, max_budget // 2) for lengths in _whole(max_length)]
+    whole = [_Point(_whole_run(model, identity, work)) for work in (*works, *held_out)]
+    points = [call, *attention.values(), *linear.values(), *head.values(), *whole]
     begin = time.perf_counter()
     for kind in (attention, linear, head):  # the largest ones touch the memory that all others reuse
         for point in (*list(kind.values())[:2], list(kind.values())[-1]):
@@ -88,7 +108,7 @@ def measure(
             if progress is not None:
                 progress(index * len(points) + place + 1, rounds * len(points))
     call_router, call_forward, call_backward = call.median()
-    return LatencyTable(
+    parts = LatencyTable(
         identity=identity,
         provenance=_provenance(len(call.rounds), time.perf_counter() - begin),
         attention=tuple(
@@ -98,6 +118,16 @@ def measure(
         head=tuple(LinePoint(count, *point.median()) for count, point in head.items()),
         call_ms=(call_router + call_forward, call_backward),
     )
+    whole_ms = [point.median()[0] for point in whole]
+    ratios = [
+        ms / parts.latency(unit.segments, unit.budgets).total_ms for ms, (unit, _) in zip(whole_ms, works, strict=False)
+    ]
+    return Measurement(replace(parts, interaction=statistics.median(ratios)), tuple(whole_ms[len(works) :]))
+
+
+def measured_lengths(block_size: int, max_length: int) -> list[int]:
+    """Lengths of the samples that enter the table."""
+    return _powers(4, block_size, max_length)
 
 
 def _powers(base: int, first: int, last: int) -> list[int]:
@@ -195,6 +225,46 @@ def _head_run(model: PreTrainedModel, targets: int) -> Callable[[], tuple[float,
         return (t1 - t0) * 1e3, (t2 - t1) * 1e3
 
     return run
+
+
+def _whole(max_length: int) -> list[tuple[int, ...]]:
+    """Lengths of the micro-batches that are measured whole: two single samples and a pack."""
+    return [(max(1, max_length // 32),), (max(1, max_length // 8),), (max(1, max_length // 64),) * 4]
+
+
+def _whole_run(model: PreTrainedModel, identity: Identity, work: Work) -> Callable[[], tuple[float]]:
+    engine = Engine(model, identity.block_size, identity.granularity, identity.checkpointing)
+    unit, examples = work
+
+    def run() -> tuple[float]:
+        return (engine.run([unit], examples, max(unit.targets, 1)).busy_ms,)
+
+    return run
+
+
+def _work(identity: Identity, lengths: tuple[int, ...], budget: int) -> Work:
+    rng = np.random.default_rng(lengths)
+    examples = [random_example(length, identity.vocabulary, rng) for length in lengths]
+    return micro_batch(examples, (max(budget, 1),) * identity.layers), examples
+
+
+def random_example(length: int, vocabulary: int, rng: np.random.Generator) -> Example:
+    """Random tokens; the last tenth are targets, at most 1024, as in long-document instructions."""
+    ids = rng.integers(0, vocabulary, length).astype(np.int32)
+    targets = np.full(length, IGNORE, dtype=np.int32)
+    wanted = min(length // 10, 1024)
+    if wanted:
+        targets[-wanted - 1 : -1] = ids[-wanted:]
+    return Example(ids, targets)
+
+
+def micro_batch(examples: Sequence[Example], budgets: tuple[int, ...]) -> MicroBatch:
+    """All examples packed, whole; its latency is not predicted yet."""
+    segments = tuple(
+        Segment(i, 0, len(example.input_ids), len(example.input_ids), example.target_count)
+        for i, example in enumerate(examples)
+    )
+    return MicroBatch(segments, budgets, Latency(0.0, 0.0))
 
 
 def host_kind() -> str:

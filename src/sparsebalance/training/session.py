@@ -63,7 +63,7 @@ class Session:
             progress=progress,
         )
         self.gradients.zero()
-        return LatencyTable.mean(self.ranks.gather(measured))
+        return LatencyTable.mean(self.ranks.gather(measured.table))
 
     def check_same_plan(self, plan: StepPlan) -> None:
         """Raises:
