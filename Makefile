@@ -33,6 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py --json benchmarks/results/attention.json
 	$(BIN)/python benchmarks/predictor.py --json benchmarks/results/predictor.json
 	$(BIN)/python benchmarks/comparison.py --json benchmarks/results/comparison.json
+	$(BIN)/python benchmarks/readme.py
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

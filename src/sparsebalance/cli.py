@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparsebalance import __version__
-from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.errors import CheckFailed, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except CheckFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -115,22 +118,18 @@ def _in_processes(
 
 
 def _compare(arguments: list[str]) -> int:
-    from sparsebalance.comparison.command import ComparisonFailed, check_compare, compare
+    from sparsebalance.comparison.command import check_compare, compare
     from sparsebalance.training.config import CompareConfig
 
     example = "Example: sparsebalance compare --config examples/demo.yaml --steps 4 --out runs/mine."
     config, options = _configured(arguments, CompareConfig, "compare", example)
-    try:
-        return _in_processes(
-            ["compare", *arguments],
-            config,
-            options.json,
-            lambda: check_compare(config),
-            lambda ranks, console: compare(config, ranks, console),
-        )
-    except ComparisonFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return _in_processes(
+        ["compare", *arguments],
+        config,
+        options.json,
+        lambda: check_compare(config),
+        lambda ranks, console: compare(config, ranks, console),
+    )
 
 
 def _train(arguments: list[str]) -> int:

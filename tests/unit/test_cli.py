@@ -58,6 +58,22 @@ def test_options_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["steps"] == 1
 
 
+def test_samples_that_train_nothing_are_reported_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A document so long that truncation cuts off every target."""
+    rows = chat_rows(8)
+    rows[2]["messages"][0]["content"] = "word " * 900
+    write_rows(tmp_path / "chat.jsonl", rows)
+    shorter = {"max_length": 700, "on_long": "truncate"}
+    for command in ("train", "compare"):
+        path = config(tmp_path, steps=1, data=shorter, out=str(tmp_path / command))
+        assert main([command, "--config", path]) == 0
+        printed = capsys.readouterr().out
+        assert "1 of 8 samples truncated to max_length" in printed
+        assert "1 of 8 samples without any target token" in printed
+
+
 def test_compare_writes_every_promised_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, steps=2)
     record = yaml.safe_load(Path(path).read_text())

@@ -10,7 +10,7 @@ from sparsebalance.attention.interface import PackedLayout
 from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.planning.errors import InputError
 from sparsebalance.training.model import build_model
-from sparsebalance.training.sparse_attention import SparseContext, activate
+from sparsebalance.training.sparse_attention import SparseContext, _boundaries, activate
 from tests.models import VOCABULARY, tiny_model
 
 LENGTHS = (11, 1, 22, 6)
@@ -119,6 +119,78 @@ def test_a_large_budget_is_transformers_own_dense_attention(model: PreTrainedMod
     activate(model, settings["block_size"], settings["budget"], settings["granularity"])
     assert float((sparse - dense).abs().max()) < 1e-10
     assert float((few - dense).abs().max()) > 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("filler", [0, 1])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_a_padding_tail_behind_packed_documents_is_no_document(
+    model: PreTrainedModel, with_mask: bool, filler: int
+) -> None:
+    """Documents stay apart whether the tail is told by a mask or only by its repeated positions."""
+    row = ids(*LENGTHS)
+    tokens, tail = row.shape[1], 9
+    expected = alone(model, row, LENGTHS)
+    padded = torch.nn.functional.pad(row, (0, tail), value=5)
+    where = torch.nn.functional.pad(positions(*LENGTHS), (0, tail), value=filler)
+    mask = {"attention_mask": (torch.arange(tokens + tail) < tokens).long()[None]} if with_mask else {}
+    found = model(input_ids=padded, position_ids=where, use_cache=False, **mask).logits
+    assert float((found[:, :tokens] - expected).abs().max()) < 1e-10
+    assert torch.isfinite(found).all()
+
+
+def boundaries(where: list[int], mask: list[int] | None = None) -> tuple[tuple[int, ...], int]:
+    """Document lengths and number of ignored tokens of one row."""
+    query = torch.zeros(1, 1, len(where), 2)
+    given = None if mask is None else torch.tensor([mask]).bool()
+    lengths_q, lengths_k, keep, _ = _boundaries(query, query, given, {"position_ids": torch.tensor([where])})
+    assert lengths_q == lengths_k
+    return lengths_q, 0 if keep is None else int((~keep).sum())
+
+
+def test_boundaries_by_hand() -> None:
+    assert boundaries([0, 1, 2, 0, 1]) == ((3, 2), 0)
+    assert boundaries([0, 1, 2, 0, 0, 0, 0]) == ((3,), 4)  # one ignored tail, not four documents
+    assert boundaries([0, 1, 1, 1]) == ((1,), 3)
+    assert boundaries([0, 1, 0]) == ((2, 1), 0)
+    assert boundaries([0, 0, 1, 2]) == ((1, 3), 0)  # a document of one token in front is a document
+    assert boundaries([0]) == ((1,), 0)
+    assert boundaries([0, 1, 2, 3, 4], [0, 0, 1, 1, 1]) == ((3,), 2)  # left padding
+    assert boundaries([1, 1, 0, 1, 2], [0, 0, 1, 1, 1]) == ((3,), 2)
+    assert boundaries([0, 1, 2, 3, 4], [1, 1, 0, 1, 1]) == ((4,), 1)  # a hole is no border
+    assert boundaries([0, 1, 0, 1, 0], [1, 1, 1, 1, 0]) == ((2, 2), 1)
+
+
+@torch.no_grad()
+def test_cumulative_lengths_may_leave_a_tail(model: PreTrainedModel) -> None:
+    row = ids(*LENGTHS)
+    edges = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    padded = torch.nn.functional.pad(row, (0, 6))
+    found = model(
+        input_ids=padded,
+        position_ids=torch.nn.functional.pad(positions(*LENGTHS), (0, 6)),
+        cu_seq_lens_q=edges,
+        cu_seq_lens_k=edges,
+        max_length_q=22,
+        max_length_k=22,
+        use_cache=False,
+    ).logits
+    assert float((found[:, : row.shape[1]] - alone(model, row, LENGTHS)).abs().max()) < 1e-10
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_equals_no_cache(model: PreTrainedModel) -> None:
+    """At full budget a cached step attends what the whole row attends; also left-padded beside a longer row."""
+    activate(model, 4, 64, model.config.sparse_attention["granularity"])
+    row = torch.cat([ids(12), ids(13)[:, 1:]])
+    mask = torch.ones_like(row)
+    mask[1, :5] = 0
+    with_cache, without = (
+        model.generate(row, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=cache, pad_token_id=0)
+        for cache in (True, False)
+    )
+    activate(model, 4, 3, model.config.sparse_attention["granularity"])
+    assert torch.equal(with_cache, without)
 
 
 def test_what_the_attention_cannot_do_is_refused() -> None:

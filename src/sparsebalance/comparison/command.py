@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sparsebalance.comparison.run import run_comparison
 from sparsebalance.comparison.summary import SCHEMA, Checks, check_strict, summarise, unit_error
-from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.errors import CheckFailed, InputError
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.profiling.measure import host_kind
 from sparsebalance.reporting.console import print_comparison
@@ -27,10 +27,6 @@ from sparsebalance.reporting.trace import write_trace
 from sparsebalance.training.config import CompareConfig, config_record
 from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.session import Session, configured_policy, open_session, preflight
-
-
-class ComparisonFailed(RuntimeError):
-    """The run's own checks failed: policies that must train alike did not."""
 
 
 def check_compare(config: CompareConfig) -> None:
@@ -50,11 +46,13 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
     """Measure, run, check, and write everything under `config.out`; returns the summary on rank 0.
 
     Raises:
-        ComparisonFailed: losses or gradient norms of strict policies differ; files are written all the same.
+        CheckFailed: losses or gradient norms of strict policies differ; files are written all the same.
     """
     begin = time.perf_counter()
     session = open_session(config, ranks)
     progress = progress_bars(console) if ranks.is_first else None
+    for note in session.data.report.notes() if ranks.is_first else ():
+        console.print(f"note: {note}")
     with progress or nullcontext():
         table = session.latency_table(follow(progress, "measuring this machine"))
         names = list(config.policies)
@@ -162,7 +160,7 @@ def _write(out: Path, summary: dict[str, Any], records: list[dict[str, Any]], ta
 
 def _raise_if_failed(checks: Checks) -> None:
     if not checks.passed:
-        raise ComparisonFailed(
+        raise CheckFailed(
             f"strict policies differ from the baseline: loss by {checks.strict_loss_rel_diff_max:.2e} (limit "
             f"{checks.loss_limit:.0e}), gradient norm by {checks.strict_grad_norm_rel_diff_max:.2e} (limit "
             f"{checks.grad_norm_limit:.0e}); the plans did not train the same batch"

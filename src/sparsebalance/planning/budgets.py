@@ -7,7 +7,6 @@ default budget, so it is never empty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -125,8 +124,3 @@ class Anchor:
         most = max(key_blocks(segment.end, block_size) for segment in unit)
         highest = min(self.max_budget or 4 * default, max(most, self.min_budget))
         return np.union1d(np.arange(self.min_budget, highest + 1), [default])
-
-
-def mean_budget(budgets: Sequence[LayerBudgets]) -> float:
-    """Mean over units and layers, in blocks."""
-    return float(np.mean([np.mean(layers) for layers in budgets]))

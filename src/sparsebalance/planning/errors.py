@@ -1,4 +1,4 @@
-"""The one error type for bad input: every message names the value, the limit and the way out."""
+"""The errors that end a run with one sentence: every message names the value, the limit and the way out."""
 
 from __future__ import annotations
 
@@ -8,3 +8,7 @@ class InputError(ValueError):
 
     The command line prints its message without a traceback and exits with status 2.
     """
+
+
+class CheckFailed(RuntimeError):
+    """A run's own check of its results failed, e.g. policies that must train alike did not. One sentence."""

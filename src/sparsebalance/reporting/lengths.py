@@ -75,8 +75,6 @@ def print_lengths(console: Console, statistics: dict[str, Any], title: str) -> N
         f"targets; length min {statistics['min']:,}, mean {statistics['mean']:,.0f}, {quantiles}, "
         f"max {statistics['max']:,}"
     )
-    if statistics["without_targets"]:
-        console.print(f"{statistics['without_targets']:,} samples have no target token: they train nothing")
 
 
 def length_figure(lengths: Sequence[int]) -> go.Figure:

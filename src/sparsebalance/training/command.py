@@ -50,7 +50,11 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
                 text = f"loss {record.loss:.3f}  {record.step_ms:.0f} ms"
                 progress.update(task, completed=record.step + 1, description=text)
 
-        records = train(config, ranks, resume, on_step)
+        def announce(note: str) -> None:
+            if ranks.is_first:
+                console.print(f"note: {note}")
+
+        records = train(config, ranks, resume, on_step, announce)
     if not ranks.is_first:
         return None
     if not records:
@@ -80,6 +84,8 @@ def data_stats(path: Path, tokenizer: Path, html: Path | None, console: Console)
     lengths = [sample.length for sample in samples]
     statistics = length_statistics(lengths, [sample.targets for sample in samples])
     print_lengths(console, statistics, str(path))
+    for note in data.report.notes():
+        console.print(f"note: {note}")
     if html is not None:
         write_lengths_page(html, lengths, str(path))
         console.print(f"page: {html}")

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.errors import CheckFailed, InputError
 
 WORKER_MODULE = "sparsebalance"
 
@@ -29,9 +29,9 @@ def is_worker() -> bool:
 
 
 def record_failure(error: Exception) -> None:
-    """Leave the error where the launching process finds it; print the traceback of one that is our fault."""
+    """Leave the error where the launching process finds it; print the traceback of an unexpected one."""
     get_error_handler().record_exception(error)
-    if not isinstance(error, InputError):
+    if not isinstance(error, (InputError, CheckFailed)):
         traceback.print_exception(error)
 
 
@@ -71,4 +71,5 @@ def _reason(failure: ProcessFailure) -> str:
     # What `record_failure` left is a record; a process that died without it has a sentence of the agent's.
     recorded: Any = failure.message
     message = recorded["message"] if isinstance(recorded, dict) else recorded
-    return str(message).strip().removeprefix("InputError: ") or f"exit status {failure.exitcode}"
+    text = str(message).strip().removeprefix("InputError: ").removeprefix("CheckFailed: ")
+    return text or f"exit status {failure.exitcode}"

@@ -141,26 +141,42 @@ def _padding_mask(
 def _boundaries(
     query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor | None, Tensor | None]:
-    """Lengths of queries and keys per segment, and which flat queries and keys are real (None: all)."""
+    """Lengths of queries and keys per document, and which flat queries and keys are real (None: all)."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
     starts = kwargs.get("cu_seq_lens_q")
     if starts is not None:
         starts_k = kwargs.get("cu_seq_lens_k", starts)
-        return tuple(starts.diff().tolist()), tuple(starts_k.diff().tolist()), None, None
-    if mask is not None:
-        real_q, real_k = mask[:, -queries:], mask
-        return (
-            tuple(real_q.sum(1).tolist()),
-            tuple(real_k.sum(1).tolist()),
-            real_q.flatten(),
-            real_k.flatten(),
+        keep_q, keep_k = (
+            None if int(edges[-1]) == tokens else torch.arange(tokens) < edges[-1]
+            for edges, tokens in ((starts, batch * queries), (starts_k, batch * keys))
         )
+        return tuple(starts.diff().tolist()), tuple(starts_k.diff().tolist()), keep_q, keep_k
     position_ids = kwargs.get("position_ids")
-    if batch == 1 and queries == keys and position_ids is not None:
-        # Padding-free packing: a document begins wherever the positions do not go on.
-        jumps = (position_ids[0].diff() != 1).nonzero().flatten() + 1
-        edges = [0, *jumps.tolist(), queries]
-        lengths = tuple(b - a for a, b in itertools.pairwise(edges))
-        return lengths, lengths, None, None
-    return (queries,) * batch, (keys,) * batch, None, None
+    if queries != keys or position_ids is None:  # decoding with a cache: one document a row
+        if mask is None:
+            return (queries,) * batch, (keys,) * batch, None, None
+        real_q = mask[:, -queries:]
+        return tuple(real_q.sum(1).tolist()), tuple(mask.sum(1).tolist()), real_q.flatten(), mask.flatten()
+    positions = position_ids.expand(batch, -1)
+    real = _without_padding_tail(positions) if mask is None else mask
+    lengths = tuple(n for row, kept in zip(positions, real) for n in _document_lengths(row, kept))
+    keep = None if bool(real.all()) else real.flatten()
+    return lengths, lengths, keep, keep
+
+
+def _without_padding_tail(positions: Tensor) -> Tensor:
+    """[B, T] bool, False in a tail of two or more equal positions: padding, not documents of one token."""
+    repeated = torch.nn.functional.pad(positions.diff(dim=1) == 0, (1, 0))
+    tail = repeated.flip(1).long().cumprod(1).flip(1).bool()
+    first = torch.nn.functional.pad(tail[:, 1:] & ~tail[:, :-1], (0, 1))
+    return ~(tail | first)
+
+
+def _document_lengths(positions: Tensor, real: Tensor) -> list[int]:
+    """A document begins where the positions of real tokens do not go on, not at a gap that the mask leaves."""
+    index = real.nonzero().flatten()
+    step = positions[index].diff()
+    jumps = ((step != 1) & (step != index.diff())).nonzero().flatten() + 1
+    edges = [0, *jumps.tolist(), len(index)]
+    return [b - a for a, b in itertools.pairwise(edges) if b > a]

@@ -33,11 +33,13 @@ def train(
     ranks: Ranks,
     resume: bool = False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    announce: Callable[[str], None] = lambda note: None,
 ) -> list[StepRecord]:
     """Run `config.steps` optimiser steps, from the newest checkpoint under `config.out` if `resume`.
 
     Args:
         on_step: called on every rank after every step, e.g. for a progress bar.
+        announce: called on every rank, before the first step, with what a user should know about the data.
 
     Returns:
         The records of the steps that this call ran.
@@ -46,6 +48,8 @@ def train(
         InputError: the input is wrong, or there is nothing to resume, or a run is there and `resume` is off.
     """
     session = open_session(config, ranks)
+    for note in session.data.report.notes():
+        announce(note)
     model, gradients = session.engine.model, session.gradients
     optimizer = make_optimizer(model, config.optimizer)
     estimator = CoverageEstimator(config.attention.block_size)

@@ -1,0 +1,97 @@
+"""Writes the README's tables from the committed results, so that no figure there is typed by hand.
+
+python benchmarks/readme.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = ("sab", "dst", "sab_dst")
+
+
+def comparison() -> str:
+    """The headline table and the sentences below it."""
+    result: dict[str, Any] = json.loads((RESULTS / "comparison.json").read_text())
+    best, machine = result["best_baseline"], result["machine"]
+    ours = next(row for row in result["rows"] if row["policy"] == "sab")
+    lines = [
+        f"**`sab` takes {1 / ours['speedup_vs_random']:.0%} of the time of random order and "
+        f"{1 / ours['speedup_vs_best_baseline']:.0%} of the fastest baseline's:**",
+        "",
+        "| policy | ms/step (p10-p90) | vs random (p10-p90) | vs best baseline | rank imbalance | busy | planning |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        name = row["policy"]
+        label = f"**`{name}`**" if name in OURS else f"`{name}` *" if name == best else f"`{name}`"
+        lines.append(
+            f"| {label} | {row['step_ms']:,.0f} ({row['step_ms_p10']:,.0f}-{row['step_ms_p90']:,.0f}) "
+            f"| {row['speedup_vs_random']:.2f}x "
+            f"({row['speedup_vs_random_p10']:.2f}-{row['speedup_vs_random_p90']:.2f}) "
+            f"| {row['speedup_vs_best_baseline']:.2f}x | {row['imbalance_rank']:.2f} "
+            f"| {row['busy_fraction']:.0%} | {row['planning_share']:.2%} |"
+        )
+    rows = {row["policy"]: row for row in result["rows"]}
+    checks, predictor = result["checks"], result["predictor"]
+    lines += [
+        "",
+        f"Measured wall time, medians over {result['steps']} steps of {result['settings']['data']['batch_size']} real "
+        f"samples, 2 processes x 1 thread on {machine['cpu']} ({machine['cores']} shared cores, "
+        f"{machine['instructions']}), {result['date'][:10]}; speed-ups are total time per target token trained, their "
+        f"spread that of the steps' ratios. \\* fastest baseline. Strict policies' losses differ by at most "
+        f"{checks['strict_loss_rel_diff_max']:.0e}, gradient norms by {checks['strict_grad_norm_rel_diff_max']:.0e} "
+        f"(relative). The predictor's mean absolute error over all micro-batches is {predictor['heldout_mape']:.1%}. "
+        f"`dst` pays for its speed with coverage ({rows['dst']['coverage']:.3f} against "
+        f"{rows['random']['coverage']:.3f}); `sab_dst` does not ({rows['sab_dst']['coverage']:.3f}). "
+        "Reproduce: `python benchmarks/comparison.py`.",
+    ]
+    return "\n".join(lines)
+
+
+def attention() -> str:
+    """Speed-ups at 8,192 tokens over the budget, memory, and the fits."""
+    result: dict[str, Any] = json.loads((RESULTS / "attention.json").read_text())
+    timed = [row for row in result["rows"] if row["seq_len"] == 8192 and row["pass"] == "forward+backward"]
+    budgets = sorted({row["budget"] for row in timed})
+    lines = [
+        "| 8,192 tokens, speed-up over dense | " + " | ".join(f"k = {k}" for k in budgets) + " |",
+        "|---|" + "---|" * len(budgets),
+    ]
+    for granularity in ("block", "token"):
+        found = {row["budget"]: row["speedup_vs_dense"] for row in timed if row["granularity"] == granularity}
+        lines.append(f"| routing per {granularity} | " + " | ".join(f"{found[k]:.1f}x" for k in budgets) + " |")
+    memory = {row["granularity"]: row["peak_memory_mb"] for row in result["rows"] if row["peak_memory_mb"]}
+    fits = result["r_squared_over_budget"]
+    lines += [
+        "",
+        f"Time is linear in the budget (R² {fits['block']:.3f} per block, {fits['token']:.3f} per token); one forward "
+        f"and backward at 32,768 tokens, k = 8, needs {memory['block']:.0f} MB (block) or {memory['token']:.0f} MB "
+        f"(token) beyond q, k, v. {result['machine']['cpu']}, {result['date'][:10]}.",
+    ]
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """The README with both tables as the results say."""
+    for name, make in (("comparison", comparison), ("attention", attention)):
+        text, count = re.subn(
+            rf"<!-- {name} -->\n.*?<!-- end -->",
+            lambda _, name=name, make=make: f"<!-- {name} -->\n{make()}\n<!-- end -->",
+            text,
+            flags=re.DOTALL,
+        )
+        if count != 1:
+            raise SystemExit(f"README.md must have the marks of the {name} table once, found {count}")
+    return text
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text()))
+    print(f"tables written: {readme}")
