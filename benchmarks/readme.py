@@ -46,7 +46,8 @@ def comparison() -> str:
         f"{machine['instructions']}), {result['date'][:10]}; speed-ups are total time per target token trained, their "
         f"spread that of the steps' ratios. \\* fastest baseline. Strict policies' losses differ by at most "
         f"{checks['strict_loss_rel_diff_max']:.0e}, gradient norms by {checks['strict_grad_norm_rel_diff_max']:.0e} "
-        f"(relative). The predictor's mean absolute error over all micro-batches is {predictor['heldout_mape']:.1%}. "
+        f"(relative). The predictor's mean absolute error over all micro-batches is {predictor['heldout_mape']:.1%}, "
+        f"{predictor['heldout_mape_at_step_speed']:.1%} at the speed that the shared machine had in each step. "
         f"`dst` pays for its speed with coverage ({rows['dst']['coverage']:.3f} against "
         f"{rows['random']['coverage']:.3f}); `sab_dst` does not ({rows['sab_dst']['coverage']:.3f}). "
         "Reproduce: `python benchmarks/comparison.py`.",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparsebalance.comparison.summary import check_strict, summarise, unit_error
+from sparsebalance.comparison.summary import check_strict, summarise, unit_errors
 from sparsebalance.reporting.console import COLUMNS, comparison_notes, print_comparison
 from sparsebalance.reporting.html import headline, write_report
 from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
@@ -109,7 +109,7 @@ def summary() -> dict[str, Any]:
         "baseline": "random",
         "best_baseline": best,
         "policies": policies,
-        "predictor": {"heldout_mape": unit_error(records()), "step_error_median": 0.1},
+        "predictor": {"heldout_mape": 0.1, "heldout_mape_at_step_speed": 0.05, "step_error_median": 0.1},
         "checks": check_strict(records(), "random", ["sab_dst"]).record(),
         "data": {"samples": 4, "tokens": 400, "targets": 200, "lengths": [10, 40, 50, 300]},
     }
@@ -130,9 +130,19 @@ def test_the_summary_by_hand(summary: dict[str, Any]) -> None:
     assert sab["busy_fraction"] == pytest.approx(1.0)
     assert sab["planning_share"] == pytest.approx(3 / 1200)
     assert random["predictor_error"] == pytest.approx(0.1)
-    assert summary["predictor"]["heldout_mape"] == pytest.approx(0.1)
     assert [summary["policies"][n]["tuned"] for n in NAMES] == [False, False, False, True]
     assert [summary["policies"][n]["ours"] for n in NAMES] == [False, False, True, True]
+
+
+def test_prediction_errors_with_and_without_drift() -> None:
+    """Every prediction is 10 % over: all of it drift; one unit off by 10 % more is not."""
+    assert unit_errors(records()) == (pytest.approx(0.1), pytest.approx(0.0))
+    steps = records()
+    steps[1]["policies"]["sab"]["units"][0][0]["predicted_ms"] *= 1.1
+    units = sum(u["tokens"] > 0 for s in steps for p in s["policies"].values() for rank in p["units"] for u in rank)
+    raw, at_step_speed = unit_errors(steps)
+    assert raw == pytest.approx(0.1 + 0.11 / units)
+    assert at_step_speed == pytest.approx(0.1 / units)
 
 
 def test_checks_look_at_strict_policies_only() -> None:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from sparsebalance.comparison.run import run_comparison
-from sparsebalance.comparison.summary import SCHEMA, Checks, check_strict, summarise, unit_error
+from sparsebalance.comparison.summary import SCHEMA, Checks, check_strict, summarise, unit_errors
 from sparsebalance.planning.errors import CheckFailed, InputError
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.profiling.measure import host_kind
@@ -71,6 +71,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
     tuned = [name for name in names if configured_policy(config, name).tuned]
     checks = check_strict(records, names[0], tuned)
     policies, best = summarise(records, names, tuned)
+    error, error_at_step_speed = unit_errors(records)
     summary = {
         "schema": SCHEMA,
         "machine": _machine(config, ranks),
@@ -80,7 +81,8 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
         "best_baseline": best,
         "policies": policies,
         "predictor": {
-            "heldout_mape": unit_error(records),
+            "heldout_mape": error,
+            "heldout_mape_at_step_speed": error_at_step_speed,
             "step_error_median": float(np.median([p["predictor_error"] for p in policies.values()])),
         },
         "checks": checks.record(),

@@ -72,7 +72,8 @@ def comparison_notes(summary: Record) -> list[str]:
         f"Strict policies train the same: loss differs by at most {checks['strict_loss_rel_diff_max']:.1e}, gradient "
         f"norm by {checks['strict_grad_norm_rel_diff_max']:.1e} (relative; limits {checks['loss_limit']:.0e} and "
         f"{checks['grad_norm_limit']:.0e}): {'passed' if checks['passed'] else 'FAILED'}.",
-        f"Predictor: mean absolute error {predictor['heldout_mape']:.1%} over all micro-batches, median step error "
+        f"Predictor: mean absolute error {predictor['heldout_mape']:.1%} over all micro-batches "
+        f"({predictor['heldout_mape_at_step_speed']:.1%} at the machine's speed in each step), median step error "
         f"{predictor['step_error_median']:.1%}; routing per {settings['granularity']}, "
         f"default budget {settings['budget']} blocks of {settings['block_size']}.",
     ]

@@ -50,7 +50,8 @@ def write_report(path: Path, summary: Record, records: Sequence[Record]) -> None
         (
             "Predicted and measured",
             f"Mean absolute error {summary['predictor']['heldout_mape']:.1%} over all micro-batches, none of which is "
-            "a measuring point of the latency table.",
+            f"a measuring point of the latency table; {summary['predictor']['heldout_mape_at_step_speed']:.1%} once "
+            "each step's predictions are scaled to the machine's speed in that step.",
             figures.predicted_and_measured(records, names),
         ),
         (
