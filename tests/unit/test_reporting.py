@@ -236,10 +236,11 @@ def test_length_statistics_by_hand() -> None:
 
 
 def test_lengths_are_printed_and_plotted(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).integers(10, 5000, 200).tolist()
+    lengths = [*np.random.default_rng(0).integers(10, 5000, 199).tolist(), 1_000_000]
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_lengths(console, length_statistics(lengths, [0] * 200), "test.jsonl")
     text = console.export_text()
+    assert "…" not in text
     assert "200 samples" in text
     write_lengths_page(tmp_path / "lengths.html", lengths, "<test>")
     assert "Lengths of &lt;test&gt;" in (tmp_path / "lengths.html").read_text()

@@ -17,7 +17,7 @@ from rich.table import Table
 from sparsebalance.reporting.page import escape, write_page
 
 QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99)
-BAR = 24  # characters of the longest bar on the terminal
+BAR = 12  # characters of the longest bar on the terminal
 
 
 def length_statistics(lengths: Sequence[int], targets: Sequence[int]) -> dict[str, Any]:
@@ -56,13 +56,13 @@ def _bins(values: np.ndarray[Any, Any]) -> list[dict[str, int]]:
 def print_lengths(console: Console, statistics: dict[str, Any], title: str) -> None:
     """A table of the bins with bars, and one line of quantiles."""
     shown = Table(title=title)
-    for name in ("tokens", "samples", "", "share of tokens", ""):
-        shown.add_column(name, justify="left" if name == "" else "right")
+    for name in ("tokens", "samples", "", "of all tokens", ""):
+        shown.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
     most = max(entry["samples"] for entry in statistics["bins"])
     shares = [entry["tokens"] / statistics["tokens"] for entry in statistics["bins"]]
     for entry, share in zip(statistics["bins"], shares):
         shown.add_row(
-            f"{entry['from']:,} to {entry['to'] - 1:,}",
+            f"{entry['from']:,}-{entry['to'] - 1:,}",
             f"{entry['samples']:,}",
             "█" * round(BAR * entry["samples"] / most),
             f"{share:.1%}",

@@ -23,7 +23,11 @@ class ModelConfig:
 
     Attributes:
         path: a local checkpoint directory (config.json + safetensors); the sizes below then do not count.
-        layers, hidden, intermediate, heads, kv_heads: of a randomly initialised Qwen2-family decoder.
+        layers: of a randomly initialised Qwen2-family decoder.
+        hidden: its width, a multiple of heads.
+        intermediate: width of its feed-forward layers.
+        heads: query heads.
+        kv_heads: key/value heads; heads is a multiple of it.
         rope_theta: base of the rotary position embedding.
         dtype: of weights and activations.
         checkpointing: recompute activations in the backward, to save memory.
@@ -93,7 +97,10 @@ class BalanceConfig:
     Attributes:
         policy: `sab_dst` (recommended), `sab`, `dst`, or a baseline's name.
         token_cap: most tokens of a micro-batch; a sample may not be longer.
-        anchor, threshold, min_budget, max_budget: of dynamic sparsity tuning.
+        anchor: latency that dynamic sparsity tuning moves micro-batches towards, of those of the step.
+        threshold: most that tuning may change a micro-batch's coverage.
+        min_budget: fewest blocks that tuning may give.
+        max_budget: most blocks that it may give; 4 times the default budget where unset.
         table: a latency table from `sparsebalance profile`; without one, the run measures first.
     """
 
@@ -109,7 +116,17 @@ class BalanceConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW with linear warm-up and cosine decay.
+
+    Attributes:
+        lr: peak learning rate.
+        min_lr_ratio: last learning rate / peak.
+        warmup_steps: of linear rise from 0.
+        weight_decay: of matrices; vectors are not decayed.
+        beta1: decay of the gradient's mean.
+        beta2: decay of its square.
+        clip_norm: largest gradient norm; larger gradients are scaled down to it.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     lr: float = 3e-4
