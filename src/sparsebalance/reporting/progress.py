@@ -9,6 +9,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -29,8 +30,14 @@ def progress_bars(console: Console) -> Progress:
 
 
 def follow(progress: Progress | None, description: str) -> Callable[[int, int], None] | None:
-    """A bar fed by calls (done, total); None where there is no display (ranks other than the first)."""
+    """A bar fed by calls (done, total), shown from the first on; None where there is no display."""
     if progress is None:
         return None
-    task = progress.add_task(description, total=None)
-    return lambda done, total: progress.update(task, completed=done, total=total)
+    tasks: list[TaskID] = []
+
+    def update(done: int, total: int) -> None:
+        if not tasks:
+            tasks.append(progress.add_task(description, total=total))
+        progress.update(tasks[0], completed=done)
+
+    return update

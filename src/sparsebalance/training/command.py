@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sparsebalance.planning.errors import InputError
 from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
-from sparsebalance.reporting.progress import progress_bars
+from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.training import checkpoint
 from sparsebalance.training.config import DataConfig, RunConfig
 from sparsebalance.training.metrics import StepRecord
@@ -43,6 +43,7 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
     """Train with a progress bar; the last figures, on rank 0."""
     progress = progress_bars(console) if ranks.is_first else None
     with progress or nullcontext():
+        on_measure = follow(progress, "measuring this machine")
         task = progress.add_task("training", total=config.steps) if progress else None
 
         def on_step(record: StepRecord) -> None:
@@ -54,7 +55,7 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
             if ranks.is_first:
                 console.print(f"note: {note}")
 
-        records = train(config, ranks, resume, on_step, announce)
+        records = train(config, ranks, resume, on_step, announce, on_measure)
     if not ranks.is_first:
         return None
     if not records:

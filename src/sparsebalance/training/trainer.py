@@ -34,11 +34,13 @@ def train(
     resume: bool = False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     announce: Callable[[str], None] = lambda note: None,
+    on_measure: Callable[[int, int], None] | None = None,
 ) -> list[StepRecord]:
     """Run `config.steps` optimiser steps, from the newest checkpoint under `config.out` if `resume`.
 
     Args:
         on_step: called on every rank after every step, e.g. for a progress bar.
+        on_measure: called with (points done, points in all) where the run measures its latency table.
         announce: called on every rank, before the first step, with what a user should know about the data.
 
     Returns:
@@ -65,7 +67,7 @@ def train(
         next_curves = CoverageCurves.from_state_dict(state["next_curves"])
     elif found is not None:
         raise InputError(f"{config.out} already holds {found.name}; resume it, or choose another --out")
-    table = _table_of_run(session, resume)
+    table = _table_of_run(session, resume, on_measure)
     policy = configured_policy(config, config.balance.policy)
 
     def make_plan(step: int, curves: CoverageCurves) -> StepPlan:
@@ -207,14 +209,14 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
     optimizer.step()
 
 
-def _table_of_run(session: Session, resume: bool) -> LatencyTable:
+def _table_of_run(session: Session, resume: bool, on_measure: Callable[[int, int], None] | None) -> LatencyTable:
     """The run's latency table, kept beside its checkpoints: a resumed run must plan with the same one."""
     path = session.config.out / "latency_table.json"
     if resume and path.is_file():
         table = LatencyTable.load(path)
         table.check_matches(session.identity)
         return table
-    table = session.latency_table()
+    table = session.latency_table(on_measure)
     if session.ranks.is_first:
         table.save(path)
     return table
