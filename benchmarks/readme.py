@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sparsebalance.planning.policy import OURS
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-OURS = ("sab", "dst", "sab_dst")
 
 
 def comparison() -> str:

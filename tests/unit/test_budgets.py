@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance.planning.budgets import Anchor, Fixed
-from sparsebalance.planning.coverage import BUDGET_GRID, CoverageCurves, CoverageEstimator, length_bucket
+from sparsebalance.planning.coverage import (
+    BUDGET_GRID,
+    CoverageCurves,
+    CoverageEstimator,
+    length_bucket,
+    plan_coverage,
+)
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.plan import Segment
+from sparsebalance.planning.plan import Latency, MicroBatch, Segment, StepPlan, Topology
 from tests.unit.test_latency import make_table
 
 TABLE = make_table()
@@ -166,6 +172,19 @@ def test_unit_coverage_weighs_by_tokens() -> None:
     unit = (Segment(0, 0, 16, 16, 0), Segment(1, 0, 480, 480, 0))
     alone = table.coverage(0, 480, np.array([2]))[0]
     assert table.unit_coverage(0, unit, np.array([2]))[0] == pytest.approx((16 * 1 + 480 * alone) / 496)
+
+
+def test_plan_coverage_weighs_by_tokens_and_layers() -> None:
+    """Chunks of 10 and 30 tokens, two layers: (10 (.1 + .3) + 30 (.2 + .4)) / 80 at budget / 10 + sample / 10."""
+    units = [
+        MicroBatch((Segment(0, 0, 10, 10, 0),), (1, 3), Latency(0, 0)),
+        MicroBatch((), (9, 9), Latency(0, 0)),
+        MicroBatch((Segment(1, 0, 30, 30, 0),), (1, 3), Latency(0, 0)),
+    ]
+    plan = StepPlan("test", Topology(), 16, (tuple(units),), 0.0)
+    found = plan_coverage(plan, lambda segment, layer, budget: [(budget + segment.sample) / 10, 1.0])
+    assert found.tolist() == [pytest.approx(22 / 80), 1.0]
+    assert plan.mean_budget == 2.0
 
 
 def test_length_ranges_are_powers_of_two() -> None:

@@ -10,24 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparsebalance.attention.probe import CoverageProbe
-from sparsebalance.planning.coverage import BUDGET_GRID, CoverageCurves, CoverageEstimator
-from sparsebalance.planning.plan import Sample, StepPlan
+from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator, at_budgets, plan_coverage
+from sparsebalance.planning.plan import Sample, Segment, StepPlan
 from sparsebalance.planning.policy import Policy, plan_step
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.planning.work import key_blocks
 from sparsebalance.profiling.memory import PeakMemory
 from sparsebalance.training.config import CompareConfig
-from sparsebalance.training.engine import RankResult
+from sparsebalance.training.engine import Probes, RankResult, merged
 from sparsebalance.training.session import Session, configured_policy
-from sparsebalance.training.trainer import learning_rate, make_optimizer, update
+from sparsebalance.training.trainer import learn_coverage, learning_rate, make_optimizer, update
 
-Probes = dict[tuple[int, int], CoverageProbe]
 OnPolicy = Callable[[int, str], None]
 
 
@@ -87,9 +86,7 @@ def run_comparison(
         session.gradients.clip(config.optimizer.clip_norm)
         rate = learning_rate(config.optimizer, step, config.steps)
         update(optimizer, rate)
-        lengths = {sample.id: sample.length for sample in samples}
-        for (sample, layer), probe in sorted(probes.items()):
-            estimator.update(layer, lengths[sample], probe.router)
+        learn_coverage(estimator, plans[0][0], probes)
         records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes))
         longest_s = max(longest_s, time.perf_counter() - step_begin)
     return records
@@ -109,22 +106,14 @@ def _plan(
 def _probe(session: Session, plan: StepPlan) -> Probes:
     rows = session.config.attention.probe_rows
     mine = session.engine.probe(plan.ranks[session.ranks.rank], session.data.examples, rows)
-    return {key: probe for part in session.ranks.gather(mine) for key, probe in part.items()}
+    return merged(session.ranks.gather(mine))
 
 
 def _run(session: Session, plan: StepPlan, planning_ms: float, step: int) -> PolicyStep:
-    session.gradients.zero()
     session.ranks.barrier()
     with PeakMemory() as peak:
-        begin = time.perf_counter()
-        try:
-            result = session.engine.run(plan.ranks[session.ranks.rank], session.data.examples, plan.targets)
-        except Exception as error:
-            raise RuntimeError(f"step {step}, policy {plan.policy}: {type(error).__name__}: {error}") from error
-        computed = time.perf_counter()
-        session.ranks.all_reduce(session.gradients.buffer)
-        end = time.perf_counter()
-    gathered = session.ranks.gather((result, (end - begin) * 1e3, (end - computed) * 1e3, planning_ms, peak.megabytes))
+        measured = session.run(plan, f"step {step}, policy {plan.policy}")
+    gathered = session.ranks.gather((*measured, planning_ms, peak.megabytes))
     results, step_ms, all_reduce_ms, planning, memory = zip(*gathered, strict=True)
     return PolicyStep(
         plan=plan,
@@ -158,8 +147,7 @@ def _record(
 
 
 def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
-    units = [unit for unit in run.plan.micro_batches if unit.segments]
-    router, oracle = plan_coverage(run.plan, probes)
+    router, oracle = plan_coverage(run.plan, partial(_measured, probes, run.plan.block_size)).tolist()
     return {
         "step_ms": run.step_ms,
         "rank_busy_ms": [result.busy_ms for result in run.results],
@@ -168,7 +156,7 @@ def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
         "grad_norm": run.grad_norm,
         "coverage": router,
         "oracle_coverage": oracle,
-        "mean_budget": float(np.mean([budget for unit in units for budget in unit.budgets])),
+        "mean_budget": run.plan.mean_budget,
         "planning_ms": run.planning_ms,
         "predicted_step_ms": run.plan.predicted_step_ms,
         "peak_memory_mb": run.peak_memory_mb,
@@ -191,22 +179,7 @@ def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
     }
 
 
-def plan_coverage(plan: StepPlan, probes: Probes) -> tuple[float, float]:
-    """Token- and layer-weighted mean of the measured coverage at the plan's budgets: router, and oracle."""
-    totals, weight = np.zeros(2), 0
-    for unit in plan.micro_batches:
-        for segment in unit.segments:
-            full = key_blocks(segment.end, plan.block_size)
-            for layer, budget in enumerate(unit.budgets):
-                probe = probes[segment.sample, layer]
-                if budget >= full:
-                    covered = np.ones(2)
-                else:
-                    grid = np.log(BUDGET_GRID)
-                    covered = np.array(
-                        [np.interp(np.log(budget), grid, curve) for curve in (probe.router, probe.oracle)]
-                    )
-                totals += segment.tokens * covered
-                weight += segment.tokens
-    router, oracle = (totals / weight).tolist()
-    return router, oracle
+def _measured(probes: Probes, block_size: int, segment: Segment, layer: int, budget: int) -> list[float]:
+    """Measured coverage of a segment at a budget: router, oracle."""
+    probe, full = probes[segment.sample, layer], key_blocks(segment.end, block_size)
+    return [float(at_budgets(curve, full, np.array([budget]))[0]) for curve in (probe.router, probe.oracle)]

@@ -76,7 +76,7 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
         unit_ms = [[[u["forward_ms"] + u["backward_ms"] for u in rank] for rank in step["units"]] for step in steps]
         uneven = [imbalance(ranks) for ranks in unit_ms]
         busy = [sum(step["rank_busy_ms"]) / (len(step["rank_busy_ms"]) * step["step_ms"]) for step in steps]
-        error = [abs(_predicted(step) - _busy(step)) / _busy(step) for step in steps]
+        error = [abs(step["predicted_step_ms"] - _busy(step)) / _busy(step) for step in steps]
         planning = [step["planning_ms"] for step in steps]
         memory = [step["peak_memory_mb"] for step in steps]
         summary[name] = {
@@ -129,7 +129,3 @@ def unit_errors(records: Sequence[Record]) -> tuple[float, float]:
 def _busy(step: Record) -> float:
     """Measured milliseconds of the slowest rank's own work."""
     return max(step["rank_busy_ms"])
-
-
-def _predicted(step: Record) -> float:
-    return float(step["predicted_step_ms"])

@@ -9,11 +9,9 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsebalance.planning.batching import Batching, Placement, Unit, check_cap, pack_first_fit
+from sparsebalance.planning.batching import EMPTY, Batching, Placement, Unit, check_cap, pack_first_fit
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.plan import Sample, Segment, Topology
-
-EMPTY: tuple[Unit, ...] = ((),)  # a rank without samples says so with one empty unit
 
 
 def random_order(

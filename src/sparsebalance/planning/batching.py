@@ -19,6 +19,7 @@ from sparsebalance.planning.plan import Sample, Segment, Topology
 Unit = tuple[Segment, ...]
 Placement = tuple[tuple[Unit, ...], ...]  # [data-parallel rank][execution order]
 
+EMPTY: tuple[Unit, ...] = ((),)  # a rank without samples says so with one empty unit
 PACK_SIZES = (1024, 4096, 16384)  # tokens, below the cap
 PACK_TOLERANCE = 0.01
 
@@ -151,4 +152,4 @@ def pack_first_fit(segments: Sequence[Segment], token_cap: int) -> tuple[Unit, .
             room.append(token_cap)
         units[index].append(segment)
         room[index] -= segment.tokens
-    return tuple(tuple(unit) for unit in units) or ((),)
+    return tuple(tuple(unit) for unit in units) or EMPTY

@@ -6,15 +6,15 @@ that dynamic sparsity tuning may not change by more than its threshold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.plan import Segment
+from sparsebalance.planning.plan import Segment, StepPlan
 from sparsebalance.planning.work import key_blocks
 
 Floats = NDArray[np.float64]
@@ -29,6 +29,24 @@ PRIOR_EXPONENT = 0.25
 def length_bucket(blocks: int) -> int:
     """Range of lengths that share a curve: the power of two at or above the number of blocks."""
     return max(blocks - 1, 0).bit_length()
+
+
+def at_budgets(curve: Sequence[float] | Floats, blocks: int, budgets: NDArray[np.int64]) -> Floats:
+    """A curve measured at BUDGET_GRID, for a sample of `blocks` blocks, read at `budgets`; 1 from `blocks` on."""
+    found = np.interp(np.log(budgets), np.log(BUDGET_GRID), curve)
+    return np.where(budgets >= blocks, 1.0, np.minimum(found, 1.0))
+
+
+def plan_coverage(plan: StepPlan, covered: Callable[[Segment, int, int], ArrayLike]) -> Floats:
+    """Token- and layer-weighted mean over a plan of `covered(segment, layer, budget)`, a number or several."""
+    cells = [
+        (segment, layer, budget)
+        for unit in plan.micro_batches
+        for segment in unit.segments
+        for layer, budget in enumerate(unit.budgets)
+    ]
+    mean: Floats = np.average([covered(*cell) for cell in cells], axis=0, weights=[cell[0].tokens for cell in cells])
+    return mean
 
 
 @dataclass(frozen=True)
@@ -47,12 +65,10 @@ class CoverageCurves:
         """Coverage of a sample of `length` tokens at `budgets`, in (0, 1]; 1 from the full budget on."""
         blocks = key_blocks(length, self.block_size)
         curve = self.values.get((layer, length_bucket(blocks)))
-        share = np.minimum(budgets / blocks, 1.0)
         if curve is None:
-            found: Floats = share**PRIOR_EXPONENT
-        else:
-            found = np.interp(np.log(budgets), np.log(BUDGET_GRID), curve)
-        return np.where(budgets >= blocks, 1.0, np.minimum(found, 1.0))
+            prior: Floats = np.minimum(budgets / blocks, 1.0) ** PRIOR_EXPONENT
+            return prior
+        return at_budgets(curve, blocks, budgets)
 
     def unit_coverage(self, layer: int, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> Floats:
         """Token-weighted mean over a micro-batch's segments, [len(budgets)]."""

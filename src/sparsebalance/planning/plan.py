@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import numbers
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -159,6 +160,11 @@ class StepPlan:
     def targets(self) -> int:
         """Target tokens of the global batch: the denominator of the loss."""
         return sum(unit.targets for unit in self.micro_batches)
+
+    @property
+    def mean_budget(self) -> float:
+        """Mean over layers and micro-batches, empty units left out, in blocks."""
+        return statistics.fmean(k for unit in self.micro_batches if unit.segments for k in unit.budgets)
 
     def validate(self, samples: Iterable[Sample], token_cap: int | None = None) -> None:
         """Check the plan against the samples that it was made from.

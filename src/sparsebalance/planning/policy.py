@@ -6,7 +6,7 @@ Every rank calls it on the same input and gets the same plan, so planning needs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sparsebalance.planning.baselines import BASELINES
 from sparsebalance.planning.batching import Batching, Placement, sab
@@ -64,7 +64,7 @@ def named_policy(name: str, *, budget: int, token_cap: int, anchor: Anchor | Non
     known: dict[str, tuple[Batching, Tuning]] = {name: (rule, Fixed()) for name, rule in BASELINES.items()}
     known["sab"] = (sab, Fixed())
     known["dst"] = (BASELINES["random"], anchor)
-    by_rank = Anchor(anchor.kind, anchor.threshold, "rank", anchor.min_budget, anchor.max_budget)
+    by_rank = replace(anchor, scope="rank")
     known["sab_dst"] = (sab, by_rank)
     if name not in known:
         raise InputError(f"no policy is called {name!r}; choose from {', '.join(known)}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.files import write_whole
 from sparsebalance.planning.plan import Latency, Segment
 from sparsebalance.planning.work import Granularity, computed_scores, key_blocks
 
@@ -233,10 +233,7 @@ class LatencyTable:
 
     def save(self, path: Path) -> None:
         """Write atomically as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:

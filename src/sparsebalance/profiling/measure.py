@@ -88,12 +88,12 @@ def measure(
     attention = {
         (length, budget): _Point(_attention_run(identity, length, budget))
         for length in lengths
-        for budget in _powers(4, 1, min(key_blocks(length, identity.block_size), max_budget))
+        for budget in _powers_of_four(1, min(key_blocks(length, identity.block_size), max_budget))
     }
     linear = {count: _Point(_linear_run(model, identity, count)) for count in [1, *lengths]}
     head = {count: _Point(_head_run(model, count)) for count in _targets(max_length)}
     call = _Point(_attention_run(identity, 1, 1, packed=False))
-    works = [_work(identity, lengths, max_budget // 2) for lengths in _whole(max_length)]
+    works = [_work(identity, packed, max_budget // 2) for packed in _whole(max_length)]
     whole = [_Point(_whole_run(model, identity, work)) for work in (*works, *held_out)]
     points = [call, *attention.values(), *linear.values(), *head.values(), *whole]
     begin = time.perf_counter()
@@ -107,12 +107,13 @@ def measure(
             point.rounds.append(point.run())
             if progress is not None:
                 progress(index * len(points) + place + 1, rounds * len(points))
-    call_router, call_forward, call_backward = call.median()
+    call_times = call.median()
+    call_router, call_forward, call_backward = call_times
     parts = LatencyTable(
         identity=identity,
         provenance=_provenance(len(call.rounds), time.perf_counter() - begin),
         attention=tuple(
-            _marginal(length, budget, point.median(), call.median()) for (length, budget), point in attention.items()
+            _marginal(length, budget, point.median(), call_times) for (length, budget), point in attention.items()
         ),
         linear=tuple(LinePoint(count, *point.median()) for count, point in linear.items()),
         head=tuple(LinePoint(count, *point.median()) for count, point in head.items()),
@@ -127,15 +128,15 @@ def measure(
 
 def measured_lengths(block_size: int, max_length: int) -> list[int]:
     """Lengths of the samples that enter the table."""
-    return _powers(4, block_size, max_length)
+    return _powers_of_four(block_size, max_length)
 
 
-def _powers(base: int, first: int, last: int) -> list[int]:
-    """first, first * base, first * base^2, ... below `last`, and `last`."""
+def _powers_of_four(first: int, last: int) -> list[int]:
+    """first, first * 4, first * 16, ... below `last`, and `last`."""
     values = []
     while first < last:
         values.append(first)
-        first *= base
+        first *= 4
     return [*values, last]
 
 

@@ -63,7 +63,7 @@ def _bars(kind: str, rank: int, units: Sequence[Record], step: Record) -> list[t
             text = (
                 f"{unit['tokens']:,} tokens, {unit['targets']:,} targets, samples {_short(unit['lengths'])}<br>"
                 f"budgets {unit['budgets']}, predicted {unit['predicted_ms']:.0f} ms, "
-                f"measured {unit['forward_ms'] + unit['backward_ms']:.0f} ms"
+                f"measured {unit_ms(unit):.0f} ms"
             )
             forward = unit["forward_ms"]
             start = unit["start_ms"] + (0.0 if kind == "forward" else forward)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
 import plotly.io
+
+from sparsebalance.planning.files import write_whole
 
 Section = tuple[str, str, go.Figure]  # heading, explanation (HTML), plot
 
@@ -47,10 +48,7 @@ def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], t
             parts.append(f"<p>{text}</p>")
         parts.append(_plot(figure, first=index == 0, number=index))
     parts += [tail, "</body></html>\n"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(parts), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, "".join(parts))
 
 
 def _plot(figure: go.Figure, first: bool, number: int) -> str:

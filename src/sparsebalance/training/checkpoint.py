@@ -28,6 +28,20 @@ def latest(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name[len(PREFIX) :]), default=None)
 
 
+def start_from(folder: Path, resume: bool) -> Path | None:
+    """The checkpoint that a run starts from; None for a new run.
+
+    Raises:
+        InputError: nothing to resume, or a run that would be overwritten.
+    """
+    found = latest(folder)
+    if resume and found is None:
+        raise InputError(f"no checkpoint under {folder} to resume from; run without --resume")
+    if found is not None and not resume:
+        raise InputError(f"{folder} already holds {found.name}; use --resume, or choose another --out")
+    return found
+
+
 def save(
     folder: Path,
     ranks: Ranks,

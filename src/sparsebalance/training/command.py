@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from sparsebalance.planning.errors import InputError
 from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
 from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.training import checkpoint
@@ -24,19 +23,8 @@ def check_train(config: RunConfig, resume: bool) -> None:
     """Raises:
     InputError: see `preflight`; or nothing to resume, or a run that would be overwritten.
     """
-    check_start(config, resume)
+    checkpoint.start_from(config.out, resume)
     preflight(config, [config.balance.policy])
-
-
-def check_start(config: RunConfig, resume: bool) -> None:
-    """Raises:
-    InputError: nothing to resume, or a run that would be overwritten.
-    """
-    found = checkpoint.latest(config.out)
-    if resume and found is None:
-        raise InputError(f"no checkpoint under {config.out} to resume from; run without --resume")
-    if found is not None and not resume:
-        raise InputError(f"{config.out} already holds {found.name}; use --resume, or choose another --out")
 
 
 def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Console) -> dict[str, Any] | None:

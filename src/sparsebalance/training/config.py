@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
@@ -280,13 +280,5 @@ def check_config(config: RunConfig) -> None:
 
 def config_record(config: RunConfig) -> dict[str, Any]:
     """JSON-compatible copy of a config."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(entry) for entry in value]
-        return str(value) if isinstance(value, Path) else value
-
-    record: dict[str, Any] = plain(asdict(config))
+    record: dict[str, Any] = TypeAdapter(type(config)).dump_python(config, mode="json")
     return record

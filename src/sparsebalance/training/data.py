@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -99,7 +99,6 @@ def load_examples(
     max_length: int,
     on_long: OnLong = "error",
     limit: int | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> TokenisedDataset:
     """Read and tokenise a data set.
 
@@ -108,7 +107,6 @@ def load_examples(
         max_length: most tokens of a sample.
         on_long: what to do with longer samples.
         limit: read only the first so many rows.
-        progress: called with the number of rows done.
 
     Raises:
         InputError: no or unreadable data (the line is named), a row without `messages` or `text`, a sample
@@ -141,8 +139,6 @@ def load_examples(
             report = replace(report, without_targets=report.without_targets + 1)
         examples.append(example)
         digest.update(example.input_ids.tobytes() + example.targets.tobytes())
-        if progress is not None:
-            progress(report.rows)
     if not examples:
         why = f"all {report.dropped} are over max_length {max_length}" if report.dropped else "it is empty"
         raise InputError(f"{path} holds no sample to train on: {why}")

@@ -8,7 +8,7 @@ on how the batch was cut, packed or placed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,8 @@ from sparsebalance.training.data import Example
 from sparsebalance.training.loss import linear_cross_entropy
 from sparsebalance.training.packing import PackedRow, pack
 from sparsebalance.training.sparse_attention import SparseContext
+
+Probes = dict[tuple[int, int], CoverageProbe]  # (sample id, layer) -> measured coverage
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class RankResult:
 
     loss: float = 0.0
     units: list[UnitTime] = field(default_factory=list)
-    probes: dict[tuple[int, int], CoverageProbe] = field(default_factory=dict)
+    probes: Probes = field(default_factory=dict)
 
     @property
     def busy_ms(self) -> float:
@@ -70,11 +72,17 @@ class Engine:
 
     def loss_sum(self, row: PackedRow, context: SparseContext) -> Tensor:
         """Cross-entropy summed over the row's target tokens; exactly 0 where it has none."""
-        hidden = self.model.base_model(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, sparse=context
-        ).last_hidden_state[0]
+        hidden = self._hidden(row, context)
         weight = self.model.get_output_embeddings().weight
         return linear_cross_entropy(hidden[row.target_index], weight, row.targets)
+
+    def _hidden(self, row: PackedRow, context: SparseContext) -> Tensor:
+        """[T, hidden] after the last layer."""
+        output = self.model.base_model(
+            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, sparse=context
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
     def run(
         self,
@@ -110,23 +118,24 @@ class Engine:
         return result
 
     @torch.no_grad()
-    def probe(
-        self, units: Sequence[MicroBatch], examples: Sequence[Example], rows: int
-    ) -> dict[tuple[int, int], CoverageProbe]:
+    def probe(self, units: Sequence[MicroBatch], examples: Sequence[Example], rows: int) -> Probes:
         """Forward only, to measure coverage: (sample id, layer) -> probe."""
-        probes: dict[tuple[int, int], CoverageProbe] = {}
+        probes: Probes = {}
         for unit in units:
             if unit.segments:
                 row = pack(unit, examples)
                 context = self.context(unit, row, rows)
-                self.model.base_model(
-                    input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, sparse=context
-                )
+                self._hidden(row, context)
                 probes.update(_by_sample(unit, context))
         return probes
 
 
-def _by_sample(unit: MicroBatch, context: SparseContext) -> dict[tuple[int, int], CoverageProbe]:
+def merged(parts: Iterable[Probes]) -> Probes:
+    """All ranks' probes in one."""
+    return {key: probe for part in parts for key, probe in part.items()}
+
+
+def _by_sample(unit: MicroBatch, context: SparseContext) -> Probes:
     return {
         (segment.sample, layer): probe
         for layer, probes in context.probes.items()

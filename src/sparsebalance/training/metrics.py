@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sparsebalance.planning.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,4 @@ def _truncate(path: Path, first_step: int) -> None:
     # A killed run may leave half a last line: only whole lines, those that end in a newline, are kept.
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    write_whole(path, "".join(kept))

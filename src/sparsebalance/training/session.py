@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +14,14 @@ from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import StepPlan, Topology
 from sparsebalance.planning.policy import Policy, named_policy
 from sparsebalance.planning.table import Identity, LatencyTable
-from sparsebalance.profiling.measure import measure
+from sparsebalance.profiling.measure import Progress, measure
 from sparsebalance.training import token_cache
 from sparsebalance.training.config import DataConfig, RunConfig, check_config
 from sparsebalance.training.data import TokenisedDataset, load_examples
-from sparsebalance.training.engine import Engine
+from sparsebalance.training.engine import Engine, RankResult
 from sparsebalance.training.model import build_model, decoder_config, identity_of
 from sparsebalance.training.parallel import FlatGradients, Ranks
 from sparsebalance.training.sampler import GlobalBatches
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,29 @@ class Session:
         )
         self.gradients.zero()
         return LatencyTable.mean(self.ranks.gather(measured.table))
+
+    def run(self, plan: StepPlan, where: str, probe_rows: int = 0) -> tuple[RankResult, float, float]:
+        """This rank's part of a plan and the gradient all-reduce.
+
+        Args:
+            where: begins the message of an error, e.g. "step 3".
+
+        Returns:
+            The result, and the milliseconds of everything and of the all-reduce, waiting included.
+
+        Raises:
+            RuntimeError: anything failed; names where.
+        """
+        self.gradients.zero()
+        begin = time.perf_counter()
+        try:
+            result = self.engine.run(plan.ranks[self.ranks.rank], self.data.examples, plan.targets, probe_rows)
+        except Exception as error:
+            raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+        computed = time.perf_counter()
+        self.ranks.all_reduce(self.gradients.buffer)
+        end = time.perf_counter()
+        return result, (end - begin) * 1e3, (end - computed) * 1e3
 
     def check_same_plan(self, plan: StepPlan) -> None:
         """Raises:
@@ -120,7 +142,7 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def preflight(config: RunConfig, policies: Sequence[str]) -> TokenisedDataset:
+def preflight(config: RunConfig, policies: Sequence[str]) -> None:
     """Everything that can be wrong with a run's input, found before a process is started or a file written.
 
     Args:
@@ -138,7 +160,6 @@ def preflight(config: RunConfig, policies: Sequence[str]) -> TokenisedDataset:
         LatencyTable.load(config.balance.table).check_matches(identity_of(decoder, config))
     data, _ = read_data(config.data)
     _batches(config, data)
-    return data
 
 
 def open_session(config: RunConfig, ranks: Ranks) -> Session:
@@ -149,13 +170,12 @@ def open_session(config: RunConfig, ranks: Ranks) -> Session:
     """
     check_config(config)
     data, tokenizer = read_data(config.data)
-    longest = max(sample.length for sample in data.samples())
+    batches = _batches(config, data)
+    longest = max(sample.length for sample in batches.samples)
     model = build_model(config.model, config.attention, len(tokenizer), longest, config.seed)
     attention = config.attention
     engine = Engine(model, attention.block_size, attention.granularity, config.model.checkpointing)
-    return Session(
-        config, ranks, data, _batches(config, data), engine, FlatGradients(model), identity_of(model.config, config)
-    )
+    return Session(config, ranks, data, batches, engine, FlatGradients(model), identity_of(model.config, config))
 
 
 def _batches(config: RunConfig, data: TokenisedDataset) -> GlobalBatches:

@@ -6,22 +6,22 @@ A newcomer learns the system from this file; mechanics live in the modules that 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
 import torch
 
-from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator
+from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator, plan_coverage
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import StepPlan
 from sparsebalance.planning.policy import plan_step
 from sparsebalance.planning.simulator import imbalance
 from sparsebalance.planning.table import LatencyTable
+from sparsebalance.profiling.measure import Progress
 from sparsebalance.training import checkpoint
 from sparsebalance.training.config import OptimizerConfig, RunConfig
-from sparsebalance.training.engine import RankResult
+from sparsebalance.training.engine import Probes, RankResult, merged
 from sparsebalance.training.metrics import MetricsFile, StepRecord
 from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.sampler import PlanAhead
@@ -34,7 +34,7 @@ def train(
     resume: bool = False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     announce: Callable[[str], None] = lambda note: None,
-    on_measure: Callable[[int, int], None] | None = None,
+    on_measure: Progress | None = None,
 ) -> list[StepRecord]:
     """Run `config.steps` optimiser steps, from the newest checkpoint under `config.out` if `resume`.
 
@@ -57,16 +57,12 @@ def train(
     estimator = CoverageEstimator(config.attention.block_size)
     first = 0
     next_curves = estimator.curves()
-    found = checkpoint.latest(config.out)
-    if resume:
-        if found is None:
-            raise InputError(f"no checkpoint under {config.out} to resume from; run without --resume")
+    found = checkpoint.start_from(config.out, resume)
+    if found is not None:
         state = checkpoint.load(found, ranks, model, optimizer)
         first = state["step"]
         estimator.load_state_dict(state["estimator"])
         next_curves = CoverageCurves.from_state_dict(state["next_curves"])
-    elif found is not None:
-        raise InputError(f"{config.out} already holds {found.name}; resume it, or choose another --out")
     table = _table_of_run(session, resume, on_measure)
     policy = configured_policy(config, config.balance.policy)
 
@@ -107,19 +103,8 @@ def run_plan(session: Session, plan: StepPlan, step: int) -> tuple[RankResult, f
     """Forward, backward and gradient all-reduce of this rank's units; the result, and the rank's milliseconds."""
     attention = session.config.attention
     probing = attention.probe_every and step % attention.probe_every == 0
-    session.gradients.zero()
-    begin = time.perf_counter()
-    try:
-        result = session.engine.run(
-            plan.ranks[session.ranks.rank],
-            session.data.examples,
-            plan.targets,
-            attention.probe_rows if probing else 0,
-        )
-    except Exception as error:
-        raise RuntimeError(f"step {step}: {type(error).__name__}: {error}") from error
-    session.ranks.all_reduce(session.gradients.buffer)
-    return result, (time.perf_counter() - begin) * 1e3
+    result, step_ms, _ = session.run(plan, f"step {step}", attention.probe_rows if probing else 0)
+    return result, step_ms
 
 
 def finish_step(
@@ -145,42 +130,33 @@ def finish_step(
         )
     rate = learning_rate(session.config.optimizer, step, session.config.steps)
     update(optimizer, rate)
-    lengths = {s.sample: s.sample_length for unit in plan.micro_batches for s in unit.segments}
-    measured = {key: probe for part in probes for key, probe in part.items()}
-    for (sample, layer), probe in sorted(measured.items()):
-        estimator.update(layer, lengths[sample], probe.router)
-    units = [unit for unit in plan.micro_batches if unit.segments]
+    learn_coverage(estimator, plan, merged(probes))
+    curves = estimator.curves()
     return StepRecord(
         step=step,
         loss=loss,
         grad_norm=norm,
         learning_rate=rate,
-        tokens=sum(unit.tokens for unit in units),
+        tokens=sum(unit.tokens for unit in plan.micro_batches),
         targets=plan.targets,
         step_ms=max(times),
         rank_busy_ms=list(busy),
         imbalance_rank=imbalance([[ms] for ms in busy]).rank,
         predicted_step_ms=plan.predicted_step_ms,
         planning_ms=planning_ms,
-        mean_budget=float(np.mean([budget for unit in units for budget in unit.budgets])),
-        coverage=plan_coverage(plan, estimator.curves()),
+        mean_budget=plan.mean_budget,
+        # By the estimator's curves; nothing to say before anything was measured.
+        coverage=float(plan_coverage(plan, lambda s, layer, k: curves.coverage(layer, s.end, np.array([k]))[0]))
+        if curves.values
+        else None,
     )
 
 
-def plan_coverage(plan: StepPlan, curves: CoverageCurves) -> float | None:
-    """Token-weighted mean coverage of a plan by the estimator's curves; None before anything was measured."""
-    if not curves.values:
-        return None
-    total, tokens = 0.0, 0
-    for unit in plan.micro_batches:
-        if unit.segments:
-            layers = [
-                float(curves.unit_coverage(layer, unit.segments, np.array([budget]))[0])
-                for layer, budget in enumerate(unit.budgets)
-            ]
-            total += unit.tokens * float(np.mean(layers))
-            tokens += unit.tokens
-    return total / tokens
+def learn_coverage(estimator: CoverageEstimator, plan: StepPlan, probes: Probes) -> None:
+    """Feed measured coverage to the estimator, in an order that is the same on every rank."""
+    lengths = {s.sample: s.sample_length for unit in plan.micro_batches for s in unit.segments}
+    for (sample, layer), probe in sorted(probes.items()):
+        estimator.update(layer, lengths[sample], probe.router)
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -209,7 +185,7 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
     optimizer.step()
 
 
-def _table_of_run(session: Session, resume: bool, on_measure: Callable[[int, int], None] | None) -> LatencyTable:
+def _table_of_run(session: Session, resume: bool, on_measure: Progress | None) -> LatencyTable:
     """The run's latency table, kept beside its checkpoints: a resumed run must plan with the same one."""
     path = session.config.out / "latency_table.json"
     if resume and path.is_file():
