@@ -177,7 +177,7 @@ def test_a_broken_table_is_one_clear_error(tmp_path: Path, change: object, messa
 
 
 def test_missing_and_unreadable_tables_name_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="sparsebalance profile"):
+    with pytest.raises(InputError, match="sparsebalance profile --table"):
         LatencyTable.load(tmp_path / "none.json")
     (tmp_path / "half.json").write_text('{"schema": 1, "ident')
     with pytest.raises(InputError, match="broken"):

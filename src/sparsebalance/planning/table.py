@@ -241,7 +241,7 @@ class LatencyTable:
         InputError: no such file, not JSON, another schema, or a table that cannot be interpolated.
         """
         if not path.is_file():
-            raise InputError(f"no latency table at {path}; make one with `sparsebalance profile --out {path}`")
+            raise InputError(f"no latency table at {path}; make one with `sparsebalance profile --table {path}`")
         try:
             record = json.loads(path.read_text())
             schema = record.pop("schema")
