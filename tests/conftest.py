@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsebalance.planning.decoder import Decoder
+from sparsebalance.planning.hardware import Device
 from sparsebalance.planning.latency import RooflineModel
 from sparsebalance.planning.plan import Sample
 
@@ -27,9 +29,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 @pytest.fixture(scope="session")
 def roofline() -> RooflineModel:
     """A small decoder on slow hardware: attention, linear part and head all matter."""
-    return RooflineModel(
-        layers=3, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocabulary=1000, block_size=16,
-        linear_tflops=0.05, attention_tflops=0.02, router_tflops=0.02,
+    return RooflineModel(Decoder(3, 256, 512, 4, 2, 64, 1000, tied=True), slow_device(), block_size=16)
+
+
+def slow_device(linear_tflops: float = 0.05, attention_tflops: float = 0.02, unit_ms: float = 0.1) -> Device:
+    return Device(
+        name="slow", memory_gb=1.0, linear_tflops=linear_tflops, attention_tflops=attention_tflops,
+        router_tflops=attention_tflops, memory_gbps=10.0, link_gbps=1.0, network_gbps=0.1, link_latency_us=10.0,
+        devices_per_node=4, unit_ms=unit_ms, source="made up",
     )  # fmt: skip
 
 

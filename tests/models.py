@@ -114,7 +114,7 @@ def tiny_run(folder: Path, **changes: Any) -> dict[str, Any]:
         "model": {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 2, "kv_heads": 1},
         "data": {"path": str(data), "tokenizer": str(TOKENIZER), "max_length": 1024, "batch_size": 6},
         "attention": {"block_size": 16, "budget": 3, "probe_every": 1, "probe_rows": 4},
-        "balance": {"token_cap": 1024},
+        "balance": {"token_cap": 1024, "measure_s": 1.0},
         "optimizer": {"lr": 1e-3, "warmup_steps": 1},
         "parallel": {"dp": 2, "threads": 1, "timeout_s": 60},
     }

@@ -1,4 +1,4 @@
-"""The command line: `sparsebalance profile | train | compare | data stats`.
+"""The command line: `sparsebalance plan | compare | train | report | profile | table | data stats`.
 
 Bad input ends with one sentence on standard error and status 2; a failed run or check with status 1.
 """
@@ -28,10 +28,14 @@ USAGE = """usage: sparsebalance COMMAND [OPTIONS]
 Load-balanced long-context LLM training with dynamic sparse attention.
 
 commands:
-  compare      run every policy on the same batches, measure, and write a report
-  train        train a model with balanced micro-batches (data parallel)
-  profile      measure this machine and write a latency table
-  data stats   show the length distribution of a data set
+  plan           what would a step cost? step time, balance and memory of every policy, before anything runs
+  compare        run every policy on the same batches, measure, and write a report
+  train          train a model with balanced micro-batches (data parallel); --dry-run tries its largest units
+  report         build the planned-versus-actual page of a training run
+  profile        measure this machine and write a latency table
+  table compare  show where two latency tables differ
+  table merge    make one latency table of several
+  data stats     show the length distribution of a data set
 
 `sparsebalance COMMAND --help` shows the options of a command and an example.
 """
@@ -47,9 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     command, rest = arguments[0], arguments[1:]
-    if command == "data" and rest[:1] == ["stats"]:
-        command, rest = "data stats", rest[1:]
-    commands = {"compare": _compare, "train": _train, "profile": _profile, "data stats": _data_stats}
+    if f"{command} {' '.join(rest[:1])}" in ("data stats", "table compare", "table merge"):
+        command, rest = f"{command} {rest[0]}", rest[1:]
+    commands = {
+        "plan": _plan,
+        "compare": _compare,
+        "train": _train,
+        "report": _report,
+        "profile": _profile,
+        "table compare": _table_compare,
+        "table merge": _table_merge,
+        "data stats": _data_stats,
+    }
     if command not in commands:
         print(f"error: no command {command!r}; choose from {', '.join(commands)}", file=sys.stderr)
         return 2
@@ -67,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _configured(
-    arguments: list[str], kind: type[Config], command: str, example: str
+    arguments: list[str], kind: type[Config], command: str, example: str, flags: Sequence[str] = ()
 ) -> tuple[Config, argparse.Namespace]:
-    """`--config FILE`, `--resume`, `--json`, and an option for every config field."""
+    """`--config FILE`, `--json`, the command's own `flags`, and an option for every config field."""
     import tyro
 
     from sparsebalance.training.config import load_config
@@ -77,7 +90,8 @@ def _configured(
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--config", type=Path)
     own.add_argument("--json", action="store_true")
-    own.add_argument("--resume", action="store_true")
+    for flag in flags:
+        own.add_argument(flag, action="store_true")
     options, rest = own.parse_known_args(arguments)
     default = load_config(options.config, kind) if options.config else kind()
     description = (
@@ -135,12 +149,22 @@ def _compare(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     from sparsebalance.training.command import check_train, train_command
     from sparsebalance.training.config import RunConfig
+    from sparsebalance.training.dry_run import check_dry_run, dry_run
 
     example = (
         "Example: sparsebalance train --config examples/train.yaml --optimizer.lr 1e-4. "
-        "--resume goes on from the newest checkpoint under --out. Started by torchrun, it uses its processes."
+        "--resume goes on from the newest checkpoint under --out; --dry-run runs the largest micro-batches of the "
+        "planned steps for real, prints their memory, and trains nothing. Started by torchrun, it uses its processes."
     )
-    config, options = _configured(arguments, RunConfig, "train", example)
+    config, options = _configured(arguments, RunConfig, "train", example, ("--resume", "--dry-run"))
+    if options.dry_run:
+        return _in_processes(
+            ["train", *arguments],
+            config,
+            options.json,
+            lambda: check_dry_run(config),
+            lambda ranks, console: dry_run(config, ranks, console),
+        )
     return _in_processes(
         ["train", *arguments],
         config,
@@ -151,7 +175,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _profile(arguments: list[str]) -> int:
-    from sparsebalance.profiling.command import profile
+    from sparsebalance.profiling.command import check_profile, profile
     from sparsebalance.training.config import RunConfig
 
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -160,11 +184,89 @@ def _profile(arguments: list[str]) -> int:
     mine, rest = own.parse_known_args(arguments)
     example = (
         "Example: sparsebalance profile --table runs/latency_table.json --check. Measures the configured model "
-        "on this machine, in one process with parallel.threads threads; --check prints the table's error on "
-        "micro-batches that it has no point for."
+        "on this machine, in parallel.dp processes at once as training will run; --check prints the table's error "
+        "on micro-batches that it has no point for; --balance.measure-s gives it more time."
     )
     config, options = _configured(rest, RunConfig, "profile", example)
-    result = profile(config, mine.table, mine.check, _console(options.json))
+    return _in_processes(
+        ["profile", *arguments],
+        config,
+        options.json,
+        lambda: check_profile(config),
+        lambda ranks, console: profile(config, ranks, mine.table, mine.check, console),
+    )
+
+
+def _plan(arguments: list[str]) -> int:
+    import tyro
+
+    from sparsebalance.planner.command import plan
+    from sparsebalance.planner.config import PlanConfig
+
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--json", action="store_true")
+    options, rest = own.parse_known_args(arguments)
+    description = (
+        "What would a training step cost? Example: sparsebalance plan longalign-10k --model qwen2.5-3b "
+        "--device h200 --dp 4 --pp 4 --html plan.html. --sweep tries every topology of the devices; "
+        "--json prints the result as JSON."
+    )
+    config = tyro.cli(PlanConfig, args=rest, prog="sparsebalance plan", description=description)
+    result = plan(config, _console(options.json))
+    if options.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    from sparsebalance.reporting.planned.command import report
+
+    parser = argparse.ArgumentParser(
+        prog="sparsebalance report",
+        description="Build the planned-versus-actual page and trace of a training run.",
+        epilog="example: sparsebalance report runs/train",
+    )
+    parser.add_argument("run", type=Path, help="directory of the run (its --out)")
+    parser.add_argument("--html", type=Path, help="write the page here instead of RUN/report.html")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options = parser.parse_args(arguments)
+    figures = report(options.run, _console(options.json), options.html)
+    if options.json:
+        print(json.dumps(figures))
+    return 0
+
+
+def _table_compare(arguments: list[str]) -> int:
+    from sparsebalance.profiling.command import compare
+
+    parser = argparse.ArgumentParser(
+        prog="sparsebalance table compare",
+        description="Show where two latency tables of one model differ, point by point.",
+        epilog="example: sparsebalance table compare runs/monday.json runs/friday.json",
+    )
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    result = compare(options.first, options.second, _console(options.json))
+    if options.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _table_merge(arguments: list[str]) -> int:
+    from sparsebalance.profiling.command import merge
+
+    parser = argparse.ArgumentParser(
+        prog="sparsebalance table merge",
+        description="Make one latency table of several that were measured for the same model and machine.",
+        epilog="example: sparsebalance table merge runs/short.json runs/long.json --out runs/table.json",
+    )
+    parser.add_argument("tables", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True, help="where to write the merged table")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    result = merge(options.tables, options.out, _console(options.json))
     if options.json:
         print(json.dumps(result))
     return 0

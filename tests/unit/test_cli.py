@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sparsebalance.cli import main
-from sparsebalance.planning.table import LatencyTable
+from sparsebalance.planning.table_file import load_table
 from tests.models import TOKENIZER, chat_rows, tiny_run, write_rows
 
 
@@ -84,7 +84,8 @@ def test_compare_writes_every_promised_figure(tmp_path: Path, capsys: pytest.Cap
     run = tmp_path / "run"
     assert json.loads((run / "summary.json").read_text()) == summary
     assert sorted(p.name for p in run.iterdir()) == [
-        "latency_table.json", "metrics.jsonl", "report.html", "summary.json", "trace.json",
+        "latency_table.json", "metrics.jsonl", "planned.html", "planned_trace.json", "report.html", "summary.json",
+        "trace.json",
     ]  # fmt: skip
     for key in ("schema", "machine", "topology", "best_baseline", "policies", "predictor", "checks"):
         assert key in summary
@@ -134,7 +135,7 @@ def test_profile_writes_a_table_that_training_accepts(tmp_path: Path, capsys: py
     result = json.loads(capsys.readouterr().out)
     assert 0 <= result["heldout_mape"] < 5  # a smoke check: the figure itself is a benchmark's business
     assert len(result["heldout"]) >= 8
-    assert {"host", "torch", "date", "rounds"} <= set(LatencyTable.load(table).provenance)
+    assert {"host", "torch", "date", "rounds"} <= set(load_table(table).provenance)
     assert main(["train", "--config", config(tmp_path, steps=1, balance={"table": str(table)})]) == 0
 
 
@@ -149,7 +150,20 @@ def test_data_stats_prints_and_plots(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "9 samples" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["compare"], ["profile"], ["data", "stats"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["plan"],
+        ["train"],
+        ["compare"],
+        ["report"],
+        ["profile"],
+        ["table", "compare"],
+        ["table", "merge"],
+        ["data", "stats"],
+    ],
+)
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main([*command, "--help"])
@@ -163,7 +177,7 @@ def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFix
 
 
 def test_unknown_commands_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no command 'fly'; choose from compare, train, profile, data stats" in failure(["fly"], capsys)
+    assert "no command 'fly'; choose from plan, compare, train, report, profile" in failure(["fly"], capsys)
     assert main([]) == 2
     assert main(["--version"]) == 0
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebalance.attention.clock import TermClock
 from sparsebalance.attention.interface import BlockSelection, PackedLayout
 from sparsebalance.attention.moba import TILE
 
@@ -27,6 +28,7 @@ def attend(
     selection: BlockSelection,
     layout: PackedLayout,
     scale: float | None = None,
+    clock: TermClock | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over the selected blocks, causal inside the own block.
 
@@ -34,15 +36,17 @@ def attend(
         q: [tokens_q, H, D]. k, v: [tokens_k, Hk, D], H a multiple of Hk. fp64, fp32, or fp16/bf16, which are
             computed in fp32.
         scale: of the scores; 1 / sqrt(D) by default.
+        clock: told how long forward and backward take, as the term "attend".
 
     Returns:
         out [tokens_q, H, D] in q's dtype, and the log-sum-exp of the scaled scores [tokens_q, H] (no gradient).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    clock = clock or TermClock()
     if q.dtype in (torch.float16, torch.bfloat16):
-        out, lse = _Attend.apply(q.float(), k.float(), v.float(), selection, layout, scale)
+        out, lse = _Attend.apply(q.float(), k.float(), v.float(), selection, layout, scale, clock)
         return out.to(q.dtype), lse
-    return _Attend.apply(q, k, v, selection, layout, scale)
+    return _Attend.apply(q, k, v, selection, layout, scale, clock)
 
 
 class _Attend(torch.autograd.Function):
@@ -55,32 +59,56 @@ class _Attend(torch.autograd.Function):
         selection: BlockSelection,
         layout: PackedLayout,
         scale: float,
+        clock: TermClock,
     ) -> tuple[Tensor, Tensor]:
-        tokens, heads, _ = q.shape
-        out_blocks, lse_blocks = _dense_forward(_Operands(q * scale, k, v, layout), selection)
-        out = _from_query_blocks(out_blocks, layout, heads)
-        lse = _from_query_blocks(lse_blocks[..., None], layout, heads).squeeze(-1)
-        if selection.tile_blocks.numel():
-            out, lse = _merge_tiles(q * scale, k, v, out, lse, selection, layout)
+        with clock.measure("attend"):
+            out, lse = _forward(q, k, v, selection, layout, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.selection, ctx.layout, ctx.scale = selection, layout, scale
+        ctx.selection, ctx.layout, ctx.scale, ctx.clock = selection, layout, scale, clock
         ctx.mark_non_differentiable(lse)
-        return out.view(tokens, heads, -1), lse
+        return out.view(q.shape[0], q.shape[1], -1), lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        selection, layout, scale = ctx.selection, ctx.layout, ctx.scale
-        heads = q.shape[1]
-        delta = (grad_out * out).sum(-1)
-        operands = _Operands(q * scale, k, v, layout)
-        dq_blocks, dk_blocks, dv_blocks = _dense_backward(operands, grad_out, lse, delta, selection)
-        dq = _from_query_blocks(dq_blocks, layout, heads)
-        if selection.tile_blocks.numel():
-            _tiles_backward(operands, grad_out, lse, delta, selection, dq, dk_blocks, dv_blocks)
-        dk = _from_key_blocks(dk_blocks, layout, k.shape[1])
-        dv = _from_key_blocks(dv_blocks, layout, k.shape[1])
-        return dq * scale, dk, dv, None, None, None
+        with ctx.clock.measure("attend"):
+            q, k, v, out, lse = ctx.saved_tensors
+            dq, dk, dv = _backward(q, k, v, out, lse, grad_out, ctx.selection, ctx.layout, ctx.scale)
+        return dq, dk, dv, None, None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, layout: PackedLayout, scale: float
+) -> tuple[Tensor, Tensor]:
+    heads = q.shape[1]
+    out_blocks, lse_blocks = _dense_forward(_Operands(q * scale, k, v, layout), selection)
+    out = _from_query_blocks(out_blocks, layout, heads)
+    lse = _from_query_blocks(lse_blocks[..., None], layout, heads).squeeze(-1)
+    if selection.tile_blocks.numel():
+        out, lse = _merge_tiles(q * scale, k, v, out, lse, selection, layout)
+    return out, lse
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    selection: BlockSelection,
+    layout: PackedLayout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = q.shape[1]
+    delta = (grad_out * out).sum(-1)
+    operands = _Operands(q * scale, k, v, layout)
+    dq_blocks, dk_blocks, dv_blocks = _dense_backward(operands, grad_out, lse, delta, selection)
+    dq = _from_query_blocks(dq_blocks, layout, heads)
+    if selection.tile_blocks.numel():
+        _tiles_backward(operands, grad_out, lse, delta, selection, dq, dk_blocks, dv_blocks)
+    dk = _from_key_blocks(dk_blocks, layout, k.shape[1])
+    dv = _from_key_blocks(dv_blocks, layout, k.shape[1])
+    return dq * scale, dk, dv
 
 
 class _Operands:

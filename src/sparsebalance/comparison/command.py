@@ -19,9 +19,11 @@ from sparsebalance.comparison.run import run_comparison
 from sparsebalance.comparison.summary import SCHEMA, Checks, check_strict, summarise, unit_errors
 from sparsebalance.planning.errors import CheckFailed, InputError
 from sparsebalance.planning.table import LatencyTable
+from sparsebalance.planning.table_file import save_table
 from sparsebalance.profiling.measure import host_kind
 from sparsebalance.reporting.console import print_comparison
 from sparsebalance.reporting.html import write_report
+from sparsebalance.reporting.planned.command import write_planned_page, write_planned_trace
 from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.reporting.trace import write_trace
 from sparsebalance.training.config import CompareConfig, config_record
@@ -54,7 +56,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
     for note in session.data.report.notes() if ranks.is_first else ():
         console.print(f"note: {note}")
     with progress or nullcontext():
-        table = session.latency_table(follow(progress, "measuring this machine"))
+        table, rank_factors = session.latency_table(follow(progress, "measuring this machine, s"))
         names = list(config.policies)
         total = config.steps * len(names)
         task = progress.add_task("comparing policies", total=total) if progress else None
@@ -63,7 +65,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
             if progress is not None and task is not None:
                 progress.update(task, advance=1, description=f"step {step + 1}/{config.steps} {policy}")
 
-        records = run_comparison(session, config, table, begin, on_policy)
+        records, followed = run_comparison(session, config, table, rank_factors, begin, on_policy)
         if progress is not None and task is not None:
             progress.update(task, total=len(records) * len(names), description="comparing policies")
     if not ranks.is_first:
@@ -89,9 +91,10 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
         "data": _data(session),
         "seconds": time.perf_counter() - begin,
     }
-    _write(config.out, summary, records, table)
+    _write(config.out, summary, records, followed, table)
     print_comparison(console, summary)
     console.print(f"report: {config.out / 'report.html'}")
+    console.print(f"planned versus actual, {names[-1]}: {config.out / 'planned.html'}")
     _raise_if_failed(checks)
     return summary
 
@@ -109,15 +112,15 @@ def _machine(config: CompareConfig, ranks: Ranks) -> dict[str, Any]:
 
 
 def _settings(session: Session, config: CompareConfig, steps: int) -> dict[str, Any]:
-    identity = session.identity
+    identity, decoder = session.identity, session.identity.decoder
     return {
         "model": str(config.model.path) if config.model.path else "Qwen2 family, random weights",
         "parameters": sum(p.numel() for p in session.engine.model.parameters()),
-        "layers": identity.layers,
-        "hidden": identity.hidden,
-        "heads": identity.heads,
-        "kv_heads": identity.kv_heads,
-        "head_dim": identity.head_dim,
+        "layers": decoder.layers,
+        "hidden": decoder.hidden,
+        "heads": decoder.heads,
+        "kv_heads": decoder.kv_heads,
+        "head_dim": decoder.head_dim,
         "block_size": identity.block_size,
         "granularity": identity.granularity,
         "budget": config.attention.budget,
@@ -143,15 +146,24 @@ def _data(session: Session) -> dict[str, Any]:
     }
 
 
-def _write(out: Path, summary: dict[str, Any], records: list[dict[str, Any]], table: LatencyTable) -> None:
+def _write(
+    out: Path,
+    summary: dict[str, Any],
+    records: list[dict[str, Any]],
+    followed: list[dict[str, Any]],
+    table: LatencyTable,
+) -> None:
     """All result files appear together: written beside `out`, then renamed into place."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     (temporary / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (temporary / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    table.save(temporary / "latency_table.json")
+    save_table(table, temporary / "latency_table.json")
     write_report(temporary / "report.html", summary, records)
+    title = f"Planned versus actual: {followed[0]['policy']} in the comparison"
+    write_planned_page(temporary / "planned.html", title, followed)
+    write_planned_trace(temporary / "planned_trace.json", followed)
     slowest = max(records, key=lambda record: record["policies"]["random"]["step_ms"])
     write_trace(temporary / "trace.json", slowest)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,15 @@
 """Runs every policy's plan of every global batch on the same weights, in rotating order, and times it.
 
 In: a `CompareConfig` and this process's place among the ranks. Out: one record per step (the same on every
-rank) with each policy's measured times, loss and gradient norm. After all policies ran a batch, one optimiser
+rank) with each policy's measured times, loss and gradient norm; and one policy's steps as planned and as they
+went. Measured times of a step correct the predictions of the next. After all policies ran a batch, one optimiser
 step is taken with the gradients of the first one, so all policies see the same training trajectory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,16 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator, at_budgets, plan_coverage
-from sparsebalance.planning.plan import Sample, Segment, StepPlan
+from sparsebalance.planning.correction import Correction
+from sparsebalance.planning.coverage import CoverageCurves, at_budgets, plan_coverage
+from sparsebalance.planning.imbalance import imbalance
+from sparsebalance.planning.latency import LatencyModel
+from sparsebalance.planning.pipeline import PipelineModel
+from sparsebalance.planning.plan import MicroBatch, Sample, Segment, StepPlan
 from sparsebalance.planning.policy import Policy, plan_step
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.planning.work import key_blocks
 from sparsebalance.profiling.memory import PeakMemory
 from sparsebalance.training.config import CompareConfig
-from sparsebalance.training.engine import Probes, RankResult, merged
+from sparsebalance.training.engine import Probes, RankResult, UnitTime, merged
+from sparsebalance.training.feedback import Feedback, Learner
+from sparsebalance.training.records import worker_records
 from sparsebalance.training.session import Session, configured_policy
-from sparsebalance.training.trainer import learn_coverage, learning_rate, make_optimizer, update
+from sparsebalance.training.trainer import learning_rate, make_optimizer, update
 
 OnPolicy = Callable[[int, str], None]
 
@@ -48,19 +55,23 @@ def run_comparison(
     session: Session,
     config: CompareConfig,
     table: LatencyTable,
+    rank_factors: tuple[float, ...],
     begin: float,
     on_policy: OnPolicy = lambda step, policy: None,
-) -> list[dict[str, Any]]:
-    """Returns one JSON-compatible record per step.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns one JSON-compatible record per step, and the last policy's records for the planned-versus-actual page.
 
     Args:
+        rank_factors: how much slower each rank is than the table says.
         begin: `time.perf_counter()` from which the configured time limit counts.
         on_policy: called before a policy runs in a step, e.g. for a progress bar.
     """
     policies = [configured_policy(config, name) for name in config.policies]
     optimizer = make_optimizer(session.engine.model, config.optimizer)
-    estimator = CoverageEstimator(config.attention.block_size)
+    learner = Learner(table, Correction(rank_factors), config.balance.correction)
+    pipeline = session.pipeline(table)
     records: list[dict[str, Any]] = []
+    followed: list[dict[str, Any]] = []
     longest_s = 0.0
     for step in range(config.steps):
         step_begin = time.perf_counter()
@@ -69,8 +80,9 @@ def run_comparison(
             if session.ranks.from_first(late):
                 break
         samples = session.batches.at(step)
-        curves = estimator.curves()
-        plans = [_plan(session, policy, table, samples, curves) for policy in policies]
+        known = learner.feedback()
+        model = learner.corrected(known)
+        plans = [_plan(session, policy, model, samples, known.curves, pipeline) for policy in policies]
         # Untimed: measures coverage for everyone, and brings the step's data and code into the caches.
         probes = _probe(session, plans[0][0])
         measured: dict[str, PolicyStep] = {}
@@ -86,17 +98,24 @@ def run_comparison(
         session.gradients.clip(config.optimizer.clip_norm)
         rate = learning_rate(config.optimizer, step, config.steps)
         update(optimizer, rate)
-        learn_coverage(estimator, plans[0][0], probes)
+        learner.learn_coverage(plans[0][0], probes)
+        learner.learn_times(_by_rank(measured.values()))
         records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes))
+        followed.append(_planned_record(records[-1], measured[policies[-1].name], known, model))
         longest_s = max(longest_s, time.perf_counter() - step_begin)
-    return records
+    return records, followed
 
 
 def _plan(
-    session: Session, policy: Policy, table: LatencyTable, samples: list[Sample], curves: CoverageCurves
+    session: Session,
+    policy: Policy,
+    model: LatencyModel,
+    samples: list[Sample],
+    curves: CoverageCurves,
+    pipeline: PipelineModel,
 ) -> tuple[StepPlan, float]:
     begin = time.perf_counter()
-    plan = plan_step(samples, table, session.topology, policy, curves)
+    plan = plan_step(samples, model, session.topology, policy, curves, pipeline)
     planning_ms = (time.perf_counter() - begin) * 1e3
     plan.validate(samples, policy.token_cap)
     session.check_same_plan(plan)
@@ -125,6 +144,29 @@ def _run(session: Session, plan: StepPlan, planning_ms: float, step: int) -> Pol
         grad_norm=session.gradients.norm(),
         peak_memory_mb=None if None in memory else max(memory),
     )
+
+
+def _by_rank(runs: Iterable[PolicyStep]) -> list[list[tuple[MicroBatch, UnitTime]]]:
+    """Per rank, the micro-batches of all policies with what they took."""
+    ranks = zip(*(list(zip(run.plan.ranks, run.results, strict=True)) for run in runs), strict=True)
+    return [[pair for units, result in rank for pair in zip(units, result.units, strict=True)] for rank in ranks]
+
+
+def _planned_record(record: dict[str, Any], run: PolicyStep, known: Feedback, model: LatencyModel) -> dict[str, Any]:
+    """One policy's step in the form of a training run's metrics."""
+    own = {key: value for key, value in record["policies"][run.plan.policy].items() if key != "units"}
+    return {
+        **own,
+        "step": record["step"],
+        "policy": run.plan.policy,
+        "learning_rate": record["learning_rate"],
+        "tokens": record["tokens"],
+        "targets": record["targets"],
+        "imbalance_rank": imbalance([[ms] for ms in own["rank_busy_ms"]]).rank,
+        "rank_factors": list(known.correction.ranks),
+        "term_factors": dict(known.correction.terms),
+        "workers": worker_records(run.plan, model, run.results, run.all_reduce_ms),
+    }
 
 
 def _record(

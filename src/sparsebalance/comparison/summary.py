@@ -76,7 +76,7 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
         unit_ms = [[[u["forward_ms"] + u["backward_ms"] for u in rank] for rank in step["units"]] for step in steps]
         uneven = [imbalance(ranks) for ranks in unit_ms]
         busy = [sum(step["rank_busy_ms"]) / (len(step["rank_busy_ms"]) * step["step_ms"]) for step in steps]
-        error = [abs(step["predicted_step_ms"] - _busy(step)) / _busy(step) for step in steps]
+        error = [abs(step["predicted_step_ms"] / step["step_ms"] - 1) for step in steps]
         planning = [step["planning_ms"] for step in steps]
         memory = [step["peak_memory_mb"] for step in steps]
         summary[name] = {
@@ -124,8 +124,3 @@ def unit_errors(records: Sequence[Record]) -> tuple[float, float]:
         raw.append(np.abs(ratios - 1))
         at_step_speed.append(np.abs(ratios / np.median(ratios) - 1))
     return float(np.mean(np.concatenate(raw))), float(np.mean(np.concatenate(at_step_speed)))
-
-
-def _busy(step: Record) -> float:
-    """Measured milliseconds of the slowest rank's own work."""
-    return max(step["rank_busy_ms"])

@@ -5,15 +5,14 @@ In: the samples of one step and a latency model. Out: a placement, units per ran
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.latency import LatencyModel
+from sparsebalance.planning.latency import Floats, LatencyModel
 from sparsebalance.planning.plan import Sample, Segment, Topology
 
 Unit = tuple[Segment, ...]
@@ -51,30 +50,104 @@ def check_cap(samples: Sequence[Sample], token_cap: int) -> None:
         )
 
 
-def sab(
-    samples: Sequence[Sample],
-    model: LatencyModel,
-    topology: Topology,
-    budgets: Sequence[int],
-    token_cap: int,
-) -> Placement:
-    """Place samples on ranks by predicted latency, then pack each rank's samples.
+@dataclass(frozen=True)
+class SparsityAware:
+    """Place samples on ranks by predicted latency, then make units of each rank's samples.
 
-    Placement: largest first on the least loaded rank, then moves and swaps that lower the slowest rank.
-    Packing: first fit, longest first, up to the pack size that is predicted fastest, at most the token cap. A
-    rank without samples gets one empty unit.
+    Placement: largest first on the rank that is done first with it, then moves and swaps that lower the slowest
+    rank; a slow rank (`LatencyModel.rank_factor`) is given less. Units without a unit size: first fit, longest
+    first, up to the pack size that is predicted fastest, at most the token cap. With one: samples longer than it
+    are cut in chunks of nearly equal size, shorter ones are packed up to it, and units run by falling cost.
+    A rank without samples gets one empty unit.
 
-    Raises:
-        InputError: see `check_cap`.
+    Attributes:
+        unit_size: tokens, a multiple of the block size; None leaves samples whole.
     """
-    check_cap(samples, token_cap)
-    segments = [Segment.whole(sample) for sample in samples]
-    # In a packed unit a sample pays no fixed cost of its own: count what it adds to a unit with another one.
-    other = min(segments, key=lambda s: (s.tokens, s.sample))
-    alone = model.latency((other,), budgets).total_ms
-    costs = np.array([model.latency((other, s), budgets).total_ms for s in segments]) - alone
-    ranks = refine(largest_first(costs, topology.dp), costs)
-    return tuple(_pack_fastest([segments[i] for i in rank], model, budgets, token_cap) for rank in ranks)
+
+    unit_size: int | None = None
+
+    def __call__(
+        self,
+        samples: Sequence[Sample],
+        model: LatencyModel,
+        topology: Topology,
+        budgets: Sequence[int],
+        token_cap: int,
+    ) -> Placement:
+        """Raises:
+        InputError: see `check_cap`; or a unit size that is no multiple of the block size, or over the cap.
+        """
+        size = self.unit_size
+        if size is None:
+            check_cap(samples, token_cap)
+        else:
+            _check_unit_size(size, model.block_size, token_cap)
+        pieces = [cut(sample, size, model.block_size) for sample in samples]
+        shortest = [Segment.whole(min(samples, key=lambda sample: (sample.length, sample.id)))]
+        alone = model.latency(shortest, budgets).total_ms
+        # In a packed unit a sample pays no fixed cost of its own: count what it adds to a unit with another one.
+        costs = np.array(
+            [
+                model.latency((*shortest, *parts), budgets).total_ms - alone
+                if len(parts) == 1
+                else sum(model.latency((part,), budgets).total_ms for part in parts)
+                for parts in pieces
+            ]
+        )
+        factors = np.array([model.rank_factor(rank) for rank in range(topology.dp)])
+        ranks = refine(largest_first(costs, factors), costs, factors)
+        return tuple(
+            _pack_fastest([pieces[i][0] for i in rank], model, budgets, token_cap)
+            if size is None
+            else _units([pieces[i] for i in rank], size, model, budgets)
+            for rank in ranks
+        )
+
+
+sab: Batching = SparsityAware()
+
+
+def _check_unit_size(size: int, block_size: int, token_cap: int) -> None:
+    if size < block_size or size % block_size:
+        raise InputError(f"unit size {size} is no multiple of the block size {block_size}; chunks are whole blocks")
+    if size > token_cap:
+        raise InputError(f"unit size {size} is over the cap of {token_cap} tokens per micro-batch; lower it")
+
+
+def cut(sample: Sample, unit_size: int | None, block_size: int) -> tuple[Segment, ...]:
+    """The sample whole, or in the fewest chunks of at most `unit_size` tokens, as equal as whole blocks allow.
+
+    Where its target tokens lie is not known to a plan made of lengths alone: they are taken to be its last ones,
+    as in instruction data.
+    """
+    if unit_size is None or sample.length <= unit_size:
+        return (Segment.whole(sample),)
+    count = -(-sample.length // unit_size)
+    size = -(-sample.length // (count * block_size)) * block_size
+    first_target = sample.length - sample.targets
+    return tuple(
+        Segment(
+            sample.id,
+            start,
+            min(start + size, sample.length),
+            sample.length,
+            max(0, min(start + size, sample.length) - max(start, first_target)),
+        )
+        for start in range(0, sample.length, size)
+    )
+
+
+def _units(
+    pieces: Sequence[tuple[Segment, ...]], size: int, model: LatencyModel, budgets: Sequence[int]
+) -> tuple[Unit, ...]:
+    """Chunks as units of their own, packs of short samples, the costliest first: a pipeline drains on cheap ones."""
+    chains: list[tuple[Unit, ...]] = [tuple((part,) for part in parts) for parts in pieces if len(parts) > 1]
+    whole = [parts[0] for parts in pieces if len(parts) == 1]
+    if whole:
+        chains += [(unit,) for unit in pack_first_fit(whole, size)]
+    cost = [sum(model.latency(unit, budgets).total_ms for unit in chain) for chain in chains]
+    order = sorted(range(len(chains)), key=lambda i: (-cost[i], i))
+    return tuple(unit for i in order for unit in chains[i]) or EMPTY
 
 
 def _pack_fastest(
@@ -94,44 +167,48 @@ def _pack_fastest(
     return next(units for units, ms in packings.items() if ms <= limit)
 
 
-def largest_first(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
-    """Deal items by falling cost, each to the rank with the least so far (the lowest rank among equals)."""
-    placed: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, rank) for rank in range(ranks)]
+def largest_first(costs: Floats, factors: Floats) -> list[list[int]]:
+    """Deal items by falling cost, each to the rank that is then done first (the lowest rank among equals).
+
+    Args:
+        costs: [items] milliseconds on a rank of factor 1. factors: [ranks], how much slower each rank is.
+    """
+    placed: list[list[int]] = [[] for _ in factors]
+    loads = np.zeros(len(factors))
     for item in np.lexsort((np.arange(len(costs)), -costs)).tolist():
-        load, rank = heapq.heappop(loads)
+        done = loads + costs[item] * factors
+        rank = int(np.argmin(done))
         placed[rank].append(item)
-        heapq.heappush(loads, (load + float(costs[item]), rank))
+        loads[rank] = done[rank]
     return placed
 
 
-def refine(ranks: list[list[int]], costs: NDArray[np.float64], rounds: int = 100) -> list[list[int]]:
+def refine(ranks: list[list[int]], costs: Floats, factors: Floats, rounds: int = 100) -> list[list[int]]:
     """Lower the slowest rank by moving one of its items to another rank, or swapping it for a cheaper one.
 
     Each round takes the change that leaves the slower of the two ranks fastest, and stops when none helps.
     """
     placed = [list(rank) for rank in ranks]
-    loads = np.array([costs[rank].sum() for rank in placed])
+    loads = np.array([costs[rank].sum() for rank in placed]) * factors
     for _ in range(rounds):
         slow = int(np.argmax(loads))
         for fast in np.argsort(loads, kind="stable").tolist():
-            gap = loads[slow] - loads[fast]
-            if fast == slow or gap <= 0:
+            if fast == slow or loads[slow] <= loads[fast]:
                 continue
             give = costs[placed[slow]]
             take = np.append(costs[placed[fast]], 0.0)  # taking "nothing" makes the swap a move
             change = give[:, None] - take[None, :]
-            better = np.where((change > 0) & (change < gap), np.abs(change - gap / 2), np.inf)
-            best = int(np.argmin(better))
-            x, y = divmod(best, len(take))
-            if not np.isfinite(better.flat[best]) or change[x, y] < 1e-9 * loads[slow]:
+            later = np.maximum(loads[slow] - change * factors[slow], loads[fast] + change * factors[fast])
+            best = int(np.argmin(later))
+            if later.size == 0 or later.flat[best] > loads[slow] * (1 - 1e-9):
                 continue
+            x, y = divmod(best, len(take))
             item = placed[slow].pop(x)
             if y < len(placed[fast]):
                 placed[slow].append(placed[fast].pop(y))
             placed[fast].append(item)
-            loads[slow] -= change[x, y]
-            loads[fast] += change[x, y]
+            loads[slow] -= change[x, y] * factors[slow]
+            loads[fast] += change[x, y] * factors[fast]
             break
         else:
             break

@@ -90,7 +90,10 @@ class Anchor:
     def _target_ratios(self, placement: Placement, model: LatencyModel, default: int) -> list[list[float]]:
         """Per rank and unit: target latency / predicted latency at the default budget; empty units get 1."""
         budgets = (default,) * model.layers
-        ranks = [[model.latency(unit, budgets).total_ms for unit in units] for units in placement]
+        ranks = [
+            [model.latency(unit, budgets).total_ms * model.rank_factor(rank) for unit in units]
+            for rank, units in enumerate(placement)
+        ]
         if self.scope == "rank":
             compared = [sum(rank) for rank in ranks]
         else:
@@ -105,18 +108,25 @@ class Anchor:
         if not unit:
             return (default,) * model.layers
         candidates = self._candidates(unit, model.block_size, default)
+        full = max(key_blocks(segment.end, model.block_size) for segment in unit)
         attention = model.attention_ms(unit, candidates)
         at_default = float(attention[candidates == default][0])
         total = model.latency(unit, (default,) * model.layers).total_ms
         # A layer's share of the whole unit: its attention, and an equal part of everything else.
         rest = total / model.layers - at_default
         distance = np.abs(rest + attention - ratio * (rest + at_default))
+        chosen: dict[tuple[int, ...], int] = {}  # layers with the same curves get the same budget
         budgets = []
         for layer in range(model.layers):
-            covered = coverage.unit_coverage(layer, unit, candidates)
-            change = np.abs(covered - covered[candidates == default])
-            feasible = (change <= self.threshold + 1e-12) | (candidates == default)
-            budgets.append(int(candidates[np.argmin(np.where(feasible, distance, np.inf))]))
+            curves = coverage.curve_ids(layer, unit)
+            if curves not in chosen:
+                covered = coverage.unit_coverage(layer, unit, candidates)
+                change = np.abs(covered - covered[candidates == default])
+                feasible = (change <= self.threshold + 1e-12) | (candidates == default)
+                best = int(candidates[np.argmin(np.where(feasible, distance, np.inf))])
+                # From the full budget on all budgets read the same: then keep the default.
+                chosen[curves] = default if min(best, default) >= full else best
+            budgets.append(chosen[curves])
         return tuple(budgets)
 
     def _candidates(self, unit: Unit, block_size: int, default: int) -> NDArray[np.int64]:

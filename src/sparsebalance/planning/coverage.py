@@ -70,6 +70,13 @@ class CoverageCurves:
             return prior
         return at_budgets(curve, blocks, budgets)
 
+    def curve_ids(self, layer: int, segments: Sequence[Segment]) -> tuple[int, ...]:
+        """Equal for two layers that have the same curves for these segments."""
+        if not self.values:  # one prior for all
+            return ()
+        buckets = {length_bucket(key_blocks(segment.end, self.block_size)) for segment in segments}
+        return tuple(id(self.values.get((layer, bucket))) for bucket in sorted(buckets))
+
     def unit_coverage(self, layer: int, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> Floats:
         """Token-weighted mean over a micro-batch's segments, [len(budgets)]."""
         total = np.zeros(len(budgets))

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import numbers
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -116,6 +115,29 @@ class MicroBatch:
         return sum(segment.targets for segment in self.segments)
 
 
+def chain_lengths(units: Sequence[Sequence[Segment]]) -> tuple[int, ...]:
+    """Lengths of consecutive runs of one rank's units: the chunks of a sample, in order, or 1 for any other unit.
+
+    Raises:
+        InputError: a chunk does not follow directly on the chunk before it.
+    """
+    lengths: list[int] = []
+    last: Segment | None = None
+    for unit in units:
+        first = unit[0] if len(unit) == 1 else None
+        if first is not None and first.start:
+            if last is None or (last.sample, last.end) != (first.sample, first.start):
+                raise InputError(
+                    f"sample {first.sample}: its chunk at token {first.start} does not follow on the one before; "
+                    "chunks of a sample run on one rank, one after another"
+                )
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+        last = first
+    return tuple(lengths)
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Parallel degrees: data (dp), pipeline (pp), tensor (tp), sequence (sp)."""
@@ -164,7 +186,8 @@ class StepPlan:
     @property
     def mean_budget(self) -> float:
         """Mean over layers and micro-batches, empty units left out, in blocks."""
-        return statistics.fmean(k for unit in self.micro_batches if unit.segments for k in unit.budgets)
+        budgets = [unit.budgets for unit in self.micro_batches if unit.segments]
+        return sum(map(sum, budgets)) / sum(map(len, budgets))
 
     def validate(self, samples: Iterable[Sample], token_cap: int | None = None) -> None:
         """Check the plan against the samples that it was made from.

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from sparsebalance.planning.baselines import BASELINES
-from sparsebalance.planning.batching import Batching, Placement, sab
+from sparsebalance.planning.batching import Batching, Placement, SparsityAware
 from sparsebalance.planning.budgets import Anchor, Fixed, Tuning
 from sparsebalance.planning.coverage import CoverageCurves
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.latency import LatencyModel
+from sparsebalance.planning.pipeline import PipelineModel, simulate_plan
 from sparsebalance.planning.plan import MicroBatch, Sample, StepPlan, Topology
-from sparsebalance.planning.simulator import simulate
+from sparsebalance.planning.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,23 @@ class Policy:
 OURS: tuple[str, ...] = ("sab", "dst", "sab_dst")
 
 
-def named_policy(name: str, *, budget: int, token_cap: int, anchor: Anchor | None = None) -> Policy:
+def named_policy(
+    name: str, *, budget: int, token_cap: int, anchor: Anchor | None = None, unit_size: int | None = None
+) -> Policy:
     """A policy by the name that reports use: a baseline, `sab`, `dst` (random order + anchor) or `sab_dst`.
 
     Args:
         anchor: of the tuned policies; the published recommendation (mean, threshold 0.1) by default.
             `sab_dst` compares ranks with it, because its units are unequal by design.
+        unit_size: tokens of our units: `sab` and `sab_dst` cut longer samples in chunks and pack shorter ones up
+            to it; None leaves samples whole.
 
     Raises:
         InputError: no policy has that name.
     """
     anchor = anchor or Anchor()
     known: dict[str, tuple[Batching, Tuning]] = {name: (rule, Fixed()) for name, rule in BASELINES.items()}
+    sab = SparsityAware(unit_size)
     known["sab"] = (sab, Fixed())
     known["dst"] = (BASELINES["random"], anchor)
     by_rank = replace(anchor, scope="rank")
@@ -78,6 +84,7 @@ def plan_step(
     topology: Topology,
     policy: Policy,
     coverage: CoverageCurves | None = None,
+    pipeline: PipelineModel | None = None,
 ) -> StepPlan:
     """Plan one step.
 
@@ -87,10 +94,25 @@ def plan_step(
         topology: parallel degrees; one placement over dp, simulated over pp stages.
         policy: batching and tuning.
         coverage: measured curves for tuning; a prior where none are given.
+        pipeline: schedule and network for the predicted step time; 1F1B and free communication by default.
 
     Raises:
-        InputError: no samples, two with the same id, or one over the policy's token cap.
+        InputError: no samples, two with the same id, one over the policy's token cap, or more stages than layers.
     """
+    return plan_and_timeline(samples, latency_model, topology, policy, coverage, pipeline)[0]
+
+
+def plan_and_timeline(
+    samples: Sequence[Sample],
+    latency_model: LatencyModel,
+    topology: Topology,
+    policy: Policy,
+    coverage: CoverageCurves | None = None,
+    pipeline: PipelineModel | None = None,
+) -> tuple[StepPlan, Timeline]:
+    """`plan_step`, with the simulated timeline that its step time comes from."""
+    if not samples:
+        raise InputError("the step has no samples; a global batch needs at least one")
     if len({sample.id for sample in samples}) != len(samples):
         raise InputError("two samples of the step share an id; ids must be unique within a step")
     coverage = coverage or CoverageCurves(latency_model.block_size, {})
@@ -99,9 +121,11 @@ def plan_step(
     budgets = policy.tuning(placement, latency_model, policy.budget, coverage)
     ranks = tuple(
         tuple(
-            MicroBatch(unit, layers, latency_model.latency(unit, layers)) for unit, layers in zip(units, unit_budgets)
+            MicroBatch(unit, layers, latency_model.latency(unit, layers).scaled(latency_model.rank_factor(rank)))
+            for unit, layers in zip(units, unit_budgets)
         )
-        for units, unit_budgets in zip(placement, budgets)
+        for rank, (units, unit_budgets) in enumerate(zip(placement, budgets))
     )
-    timeline = simulate([[unit.latency for unit in units] for units in ranks], stages=topology.pp)
-    return StepPlan(policy.name, topology, latency_model.block_size, ranks, timeline.step_ms)
+    timeline = simulate_plan(ranks, latency_model, topology, pipeline or PipelineModel())
+    plan = StepPlan(policy.name, topology, latency_model.block_size, ranks, timeline.step_ms)
+    return plan, timeline

@@ -1,203 +1,287 @@
-"""Action lists + latencies -> timeline: step time, bubbles, critical path, imbalance.
+"""Schedules + costs -> timeline of one step, by discrete-event simulation of all pipelines.
 
-In: per data-parallel rank, the latency of each unit over the whole model. Out: a `Timeline`. Stages share a
-unit's latency evenly. Times are milliseconds.
+In: per data-parallel rank a `Pipeline` (its schedule and what each action costs), and the `Network`. Out: a
+`Timeline`. Milliseconds and megabytes. An action starts when its worker is free and its input has arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.imbalance import Imbalance, imbalance
 from sparsebalance.planning.plan import Latency
-from sparsebalance.planning.schedule import Kind, Schedule, one_forward_one_backward
+from sparsebalance.planning.schedule import Program, Schedule, compile_schedule, one_forward_one_backward
+from sparsebalance.planning.timeline import Run, Span, Timeline
+
+__all__ = [
+    "Imbalance",
+    "Network",
+    "Pipeline",
+    "Span",
+    "StageCosts",
+    "Timeline",
+    "imbalance",
+    "simulate",
+    "simulate_units",
+]
 
 Floats = NDArray[np.float64]
 
+VECTOR_RANKS = 8  # from this many ranks with one schedule on, arrays over ranks are faster than plain lists
 
-@dataclass(frozen=True, slots=True)
-class Imbalance:
-    """Slowest over mean, three ways; 1 is perfect balance.
+
+def _nothing() -> Floats:
+    return np.zeros(0)
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """What the units of one rank cost on each stage of the model.
 
     Attributes:
-        all: over all micro-batches of the step.
-        slot: per slot (the m-th micro-batch of every rank) over ranks, mean over slots; a rank that has no
-            m-th micro-batch counts 0 in that slot.
-        rank: over the ranks' sums.
-    """
-
-    all: float
-    slot: float
-    rank: float
-
-
-def imbalance(ranks: Sequence[Sequence[float]]) -> Imbalance:
-    """Imbalances of per-rank micro-batch latencies. Empty units (latency 0) are no micro-batches of `all`.
+        forward_ms, input_ms, weight_ms: [stages, units] float64; a whole backward takes input_ms + weight_ms.
+        activation_mb: [stages, units] float64, held from the start of F to the end of B. With a split backward, I
+            releases the share `released_by_input` at its end and W the rest. Zeros if not given.
+        state_mb: [stages, units] float64, keys and values of chunks. The sum over a chain is taken at once, from the
+            forward of its first chunk to the end of that chunk's backward (of I where it is split). Zeros if not given.
+        released_by_input: 0 to 1.
 
     Raises:
-        InputError: no rank, or a rank without a unit.
+        InputError: shapes differ or are not [stages, units], or a value is negative or not finite.
     """
-    if not ranks or not all(ranks):
-        raise InputError(f"imbalance needs at least one unit on each rank, but the counts are {list(map(len, ranks))}")
-    real = [ms for rank in ranks for ms in rank if ms > 0]
-    slots = np.zeros((len(ranks), max(map(len, ranks))))
-    for row, rank in zip(slots, ranks):
-        row[: len(rank)] = rank
-    return Imbalance(_peak(np.array(real)), float(np.mean([_peak(s) for s in slots.T])), _peak(slots.sum(1)))
+
+    forward_ms: Floats
+    input_ms: Floats
+    weight_ms: Floats
+    activation_mb: Floats = field(default_factory=_nothing)
+    state_mb: Floats = field(default_factory=_nothing)
+    released_by_input: float = field(default=0.5, kw_only=True)
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.forward_ms)
+        if len(shape) != 2 or 0 in shape:
+            raise InputError(f"forward_ms has shape {shape}; it must be [stages, units] with at least one of each")
+        for name in ("forward_ms", "input_ms", "weight_ms", "activation_mb", "state_mb"):
+            values = np.asarray(getattr(self, name), dtype=np.float64)
+            if name.endswith("_mb") and not values.size:
+                object.__setattr__(self, name, np.zeros(shape))
+                continue
+            if values.shape != shape:
+                raise InputError(f"{name} has shape {values.shape}, but forward_ms has {shape}; both are per unit")
+            _check_values(name, values)
+            object.__setattr__(self, name, values)
+        if not 0 <= self.released_by_input <= 1:
+            raise InputError(f"released_by_input is {self.released_by_input}; it is a share from 0 to 1")
+
+    @property
+    def stages(self) -> int:
+        return int(self.forward_ms.shape[0])
+
+    @property
+    def units(self) -> int:
+        return int(self.forward_ms.shape[1])
+
+    def durations(self, program: Program) -> Floats:
+        """[actions] float64 ms of a program's actions."""
+        by_kind = np.stack([self.forward_ms, self.input_ms + self.weight_ms, self.input_ms, self.weight_ms])
+        return by_kind[program.kinds, program.stage_of, program.units]
 
 
-def _peak(values: Floats) -> float:
-    return float(values.max() / values.mean()) if values.size and values.any() else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One action on the timeline."""
-
-    rank: int
-    stage: int
-    kind: Kind
-    unit: int
-    start_ms: float
-    end_ms: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What the simulated step looks like.
+@dataclass(frozen=True, eq=False)
+class Network:
+    """What communication costs; nothing by default.
 
     Attributes:
-        step_ms: until the slowest rank is done, gradient all-reduce included.
-        rank_ms: [dp], when each rank's last action ends.
-        busy_fraction: time in forwards and backwards / (ranks x stages x step time).
-        bubble_ms: [dp, stages], step time in which a stage does nothing.
-        imbalance: of the units' latencies.
-        starts, ends: per rank [stages, actions].
-        schedules: per rank, its action lists.
+        latency_ms, ms_per_mb: a unit's activations or gradients, `unit_mb` large, take latency_ms + unit_mb *
+            ms_per_mb from one worker to another. Workers go on meanwhile. Stages on one worker exchange for free.
+        all_reduce_ms: gradient all-reduce over the ranks, one value for every stage or [stages]. It needs the last
+            gradient action of the stage on every rank.
+        buckets: equal parts in which a stage's gradients are reduced one after another. Bucket i of n is ready when
+            i/n of the stage's last gradient action is done on every rank; 1 means no overlap.
+
+    Raises:
+        InputError: a value is negative or not finite, or there is no bucket.
     """
 
-    step_ms: float
-    rank_ms: Floats
-    busy_fraction: float
-    bubble_ms: Floats
-    imbalance: Imbalance
-    starts: tuple[Floats, ...]
-    ends: tuple[Floats, ...]
-    schedules: tuple[Schedule, ...]
+    latency_ms: float = 0.0
+    ms_per_mb: float = 0.0
+    all_reduce_ms: float | Floats = 0.0
+    buckets: int = 1
 
-    def spans(self, rank: int) -> list[Span]:
-        """All actions of one rank, stage by stage in execution order."""
-        return [
-            Span(rank, s, action.kind, action.unit, float(self.starts[rank][s, i]), float(self.ends[rank][s, i]))
-            for s, actions in enumerate(self.schedules[rank])
-            for i, action in enumerate(actions)
-        ]
-
-    def critical_path(self) -> list[Span]:
-        """The chain of actions that ends last on the slowest rank: each starts when the one before it ends."""
-        rank = int(np.argmax(self.rank_ms))
-        spans = {(s.kind, s.stage, s.unit): s for s in self.spans(rank)}
-        stages = len(self.schedules[rank])
-        path = [max(spans.values(), key=lambda s: (s.end_ms, -s.stage))]
-        while path[-1].start_ms > 0:
-            span = path[-1]
-            actions = self.schedules[rank][span.stage]
-            index = next(i for i, a in enumerate(actions) if (a.kind, a.unit) == (span.kind, span.unit))
-            before = [spans[actions[index - 1].kind, span.stage, actions[index - 1].unit]] if index else []
-            source = _dependency(span.kind, span.stage, span.unit, stages)
-            before += [spans[source]] if source in spans else []
-            path.append(max(before, key=lambda s: s.end_ms))
-        return path[::-1]
+    def __post_init__(self) -> None:
+        for name in ("latency_ms", "ms_per_mb", "all_reduce_ms"):
+            _check_values(name, np.asarray(getattr(self, name), dtype=np.float64))
+        if self.buckets < 1:
+            raise InputError(f"buckets is {self.buckets}; the gradients are reduced in at least 1 part")
 
 
-def _dependency(kind: Kind, stage: int, unit: int, stages: int) -> tuple[Kind, int, int] | None:
-    """The action on another stage (or the own forward on the last one) that an action waits for."""
-    if kind == "F":
-        return ("F", stage - 1, unit) if stage else None
-    return ("B", stage + 1, unit) if stage < stages - 1 else ("F", stage, unit)
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """One data-parallel rank. A rank on slower hardware has larger costs.
+
+    Attributes:
+        schedule, chains: see `schedule.py`.
+        costs: for all stages and the units of `chains`.
+        unit_mb: [units] float64, size of what one stage sends to the next. Zeros if not given.
+
+    Raises:
+        InputError: the numbers of units differ, or a size is negative or not finite.
+    """
+
+    schedule: Schedule
+    chains: tuple[int, ...]
+    costs: StageCosts
+    unit_mb: Floats = field(default_factory=_nothing)
+
+    def __post_init__(self) -> None:
+        units = self.costs.units
+        if sum(self.chains) != units:
+            raise InputError(f"the chains hold {sum(self.chains)} units, but there are costs of {units}")
+        sizes = np.asarray(self.unit_mb, dtype=np.float64)
+        sizes = sizes if sizes.size else np.zeros(units)
+        if sizes.shape != (units,):
+            raise InputError(f"unit_mb has shape {sizes.shape}, but there are {units} units; give one size each")
+        _check_values("unit_mb", sizes)
+        object.__setattr__(self, "unit_mb", sizes)
 
 
-def simulate(ranks: Sequence[Sequence[Latency]], stages: int = 1, all_reduce_ms: float = 0.0) -> Timeline:
-    """Run every rank's units through 1F1B; an action starts when its stage is free and its input is there.
+def _check_values(name: str, values: Floats) -> None:
+    if values.size and not (values.min() >= 0 and values.max() < np.inf):  # written so that nan fails
+        raise InputError(f"{name} lies between {values.min()} and {values.max()}; it must be finite and not negative")
+
+
+def simulate(pipelines: Sequence[Pipeline], network: Network | None = None) -> Timeline:
+    """Run every rank's schedule, then the gradient all-reduce of each stage.
 
     Args:
-        ranks: [dp][units], each the latency of a unit over the whole model; empty units have 0.
-        all_reduce_ms: gradient synchronisation after the slowest rank's last backward.
+        pipelines: [dp]. Numbers of units and schedules may differ; stages and workers must agree.
+        network: `Network()` if not given.
+
+    Raises:
+        InputError: no rank, ranks of different stages or workers, all_reduce_ms of another number of stages, or a
+            schedule that does not fit its chains (see `check_schedule`).
+    """
+    network = network or Network()
+    if not pipelines:
+        raise InputError("simulation needs at least one rank, got none")
+    sizes = {(len(pipeline.schedule), pipeline.costs.stages) for pipeline in pipelines}
+    if len(sizes) > 1:
+        raise InputError(f"ranks have different (workers, stages): {sorted(sizes)}; they must agree")
+    workers, stages = sizes.pop()
+    reduce_ms = np.asarray(network.all_reduce_ms, dtype=np.float64)
+    if reduce_ms.shape not in ((), (stages,)):
+        raise InputError(f"all_reduce_ms has shape {reduce_ms.shape}, but there are {stages} stages; give one each")
+    reduce_ms = np.broadcast_to(reduce_ms, (stages,))
+
+    runs: dict[int, Run] = {}
+    busy = np.empty((len(pipelines), workers))
+    first_ready, last_ready, rank_ms = np.zeros(stages), np.zeros(stages), np.empty(len(pipelines))
+    for program, ranks in _by_program(pipelines).items():
+        durations = np.stack([pipelines[rank].costs.durations(program) for rank in ranks], axis=1)
+        sent_mb = np.stack([pipelines[rank].unit_mb for rank in ranks], axis=1)
+        transfer = network.latency_ms + sent_mb * network.ms_per_mb
+        starts, ends = (_run_many if len(ranks) >= VECTOR_RANKS else _run_few)(program, durations, transfer)
+        busy[ranks] = np.add.reduceat(durations, program.first).T
+        rank_ms[ranks] = ends.max(0)
+        last = program.last_gradient
+        bucket = starts[last] + durations[last] / network.buckets
+        first_ready = np.maximum(first_ready, bucket.max(1))
+        last_ready = np.maximum(last_ready, ends[last].max(1))
+        for column, rank in enumerate(ranks):
+            costs = pipelines[rank].costs
+            times = durations[:, column], starts[:, column], ends[:, column], transfer[:, column]
+            runs[rank] = Run(program, *times, costs.activation_mb, costs.state_mb, costs.released_by_input)
+
+    # Bucket i of n ends no earlier than ready_i + (n - i + 1) / n * R. ready_i is convex in i (a maximum of lines),
+    # so the latest of these bounds is that of the first or of the last bucket.
+    reduced = np.maximum(first_ready + reduce_ms, last_ready + reduce_ms / network.buckets)
+    step_ms = float(max(rank_ms.max(), reduced.max()))
+    return Timeline(
+        step_ms=step_ms,
+        rank_ms=rank_ms,
+        busy_fraction=float(busy.sum() / (busy.size * step_ms)) if step_ms > 0 else 1.0,
+        bubble_ms=step_ms - busy,
+        all_reduce_end_ms=reduced,
+        all_reduce_ms=reduce_ms,
+        buckets=network.buckets,
+        runs=tuple(runs[rank] for rank in range(len(pipelines))),
+    )
+
+
+def _by_program(pipelines: Sequence[Pipeline]) -> dict[Program, list[int]]:
+    """The ranks of each distinct schedule, compiled. Hashing a schedule is slow, so it is done once per object."""
+    compiled: dict[tuple[int, tuple[int, ...]], Program] = {}
+    groups: dict[Program, list[int]] = {}
+    for rank, pipeline in enumerate(pipelines):
+        key = (id(pipeline.schedule), pipeline.chains)
+        if key not in compiled:
+            compiled[key] = compile_schedule(pipeline.schedule, pipeline.chains, pipeline.costs.stages)
+        groups.setdefault(compiled[key], []).append(rank)
+    return groups
+
+
+def _run_many(program: Program, durations: Floats, transfer: Floats) -> tuple[Floats, Floats]:
+    """Starts and ends, [actions, ranks], action after action for all ranks at once."""
+    starts = np.empty_like(durations)
+    ends = np.zeros((len(durations) + 1, durations.shape[1]))  # row -1: nothing to wait for
+    for number, previous, remote, unit in program.steps:
+        begin = starts[number]
+        if remote < 0:
+            begin[:] = ends[previous]
+        else:
+            np.add(ends[remote], transfer[unit], out=begin)
+            np.maximum(begin, ends[previous], out=begin)
+        np.add(begin, durations[number], out=ends[number])
+    return starts, ends[:-1]
+
+
+def _run_few(program: Program, durations: Floats, transfer: Floats) -> tuple[Floats, Floats]:
+    """The same, rank after rank in plain lists."""
+    starts, ends = np.empty_like(durations), np.empty_like(durations)
+    for rank, (took, sent) in enumerate(zip(durations.T.tolist(), transfer.T.tolist())):
+        start = [0.0] * len(took)
+        end = [0.0] * (len(took) + 1)  # place -1: nothing to wait for
+        for number, previous, remote, unit in program.steps:
+            begin = end[previous]
+            if remote >= 0:
+                arrival = end[remote] + sent[unit]
+                if arrival > begin:
+                    begin = arrival
+            start[number] = begin
+            end[number] = begin + took[number]
+        starts[:, rank], ends[:, rank] = start, end[:-1]
+    return starts, ends
+
+
+def simulate_units(
+    ranks: Sequence[Sequence[Latency]], stages: int = 1, all_reduce_ms: float | Floats = 0.0
+) -> Timeline:
+    """Whole units through classical 1F1B; the stages share a unit's latency evenly.
+
+    Args:
+        ranks: [dp][units], each the latency of a unit over the whole model; empty units have 0. Half of a backward
+            counts as input gradient, half as weight gradient.
+        stages: one per worker.
+        all_reduce_ms: see `Network`.
 
     Raises:
         InputError: no rank, a rank without units, no stage, or a latency that is negative or not finite.
     """
     if not ranks or not all(ranks):
         raise InputError(f"simulation needs at least one unit on each rank, got counts {list(map(len, ranks))}")
-    starts, ends, schedules = [], [], []
-    for index, units in enumerate(ranks):
+    pipelines = []
+    for rank, units in enumerate(ranks):
+        chains = (1,) * len(units)
+        schedule = one_forward_one_backward(chains, stages)
         forward = np.array([unit.forward_ms for unit in units]) / stages
-        backward = np.array([unit.backward_ms for unit in units]) / stages
-        if not (np.isfinite(forward + backward).all() and min(forward.min(), backward.min()) >= 0):
-            raise InputError(f"rank {index}: latencies must be finite and not negative")
-        start, end = _one_rank(forward.tolist(), backward.tolist(), stages)
-        starts.append(start)
-        ends.append(end)
-        schedules.append(_schedule(len(units), stages))
-    rank_ms = np.array([end.max() for end in ends])
-    step_ms = float(rank_ms.max()) + all_reduce_ms
-    busy = np.array([(end - start).sum(1) for start, end in zip(starts, ends)])
-    return Timeline(
-        step_ms=step_ms,
-        rank_ms=rank_ms,
-        busy_fraction=float(busy.sum() / (busy.size * step_ms)) if step_ms > 0 else 1.0,
-        bubble_ms=step_ms - busy,
-        imbalance=imbalance([[unit.total_ms for unit in units] for units in ranks]),
-        starts=tuple(starts),
-        ends=tuple(ends),
-        schedules=tuple(schedules),
-    )
-
-
-_schedule = lru_cache(maxsize=256)(one_forward_one_backward)
-
-
-def _one_rank(forward: list[float], backward: list[float], stages: int) -> tuple[Floats, Floats]:
-    """Start and end of every action, [stages, 2 * units], in the order of 1F1B's action lists."""
-    order = _order(len(forward), stages)
-    start = np.zeros((stages, 2 * len(forward)))
-    end = np.zeros_like(start)
-    free = [0.0] * stages
-    forward_end = [[0.0] * len(forward) for _ in range(stages)]
-    backward_end = [[0.0] * len(forward) for _ in range(stages)]
-    for stage, place, kind, unit in order:
-        if kind == "F":
-            ready = forward_end[stage - 1][unit] if stage else 0.0
-            took, finished = forward[unit], forward_end
-        else:
-            ready = backward_end[stage + 1][unit] if stage < stages - 1 else forward_end[stage][unit]
-            took, finished = backward[unit], backward_end
-        begin = max(free[stage], ready)
-        free[stage] = finished[stage][unit] = begin + took
-        start[stage, place], end[stage, place] = begin, free[stage]
-    return start, end
-
-
-@lru_cache(maxsize=256)
-def _order(units: int, stages: int) -> tuple[tuple[int, int, Kind, int], ...]:
-    """(stage, place in its list, kind, unit) of all actions, every one after those that it waits for."""
-    schedule = _schedule(units, stages)
-    done: set[tuple[Kind, int, int]] = set()
-    position = [0] * stages
-    order: list[tuple[int, int, Kind, int]] = []
-    while len(order) < 2 * units * stages:
-        for stage, actions in enumerate(schedule):
-            while position[stage] < len(actions):
-                action = actions[position[stage]]
-                source = _dependency(action.kind, stage, action.unit, stages)
-                if source is not None and source not in done:
-                    break
-                order.append((stage, position[stage], action.kind, action.unit))
-                done.add((action.kind, stage, action.unit))
-                position[stage] += 1
-    return tuple(order)
+        half_backward = np.array([unit.backward_ms for unit in units]) / (2 * stages)
+        if not (np.isfinite(forward + half_backward).all() and min(forward.min(), half_backward.min()) >= 0):
+            raise InputError(f"rank {rank}: latencies must be finite and not negative")
+        forward, half = (np.broadcast_to(ms, (stages, len(units))) for ms in (forward, half_backward))
+        pipelines.append(Pipeline(schedule, chains, StageCosts(forward, half, half)))
+    return simulate(pipelines, Network(all_reduce_ms=all_reduce_ms))

@@ -1,32 +1,28 @@
 """The profiled latency model: measured points of one machine and one model, with their provenance.
 
-In: a JSON file that `sparsebalance profile` wrote. Out: a `LatencyModel`. Attention is stored as measured
-milliseconds at (length, budget) points and interpolated as milliseconds per computed score, which varies
-slowly, in the logarithms of both; the rest of the model as milliseconds over tokens and over target tokens.
+In: a JSON file that `sparsebalance profile` wrote. Out: a `LatencyModel` that also says how sure it is.
+Attention is stored as measured milliseconds at (length, budget) points and interpolated in the logarithms of
+time and of computed scores, so that prediction never falls where measurements do not; everything else is
+piecewise linear over tokens and over target tokens.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.files import write_whole
+from sparsebalance.planning.decoder import Decoder
+from sparsebalance.planning.latency import NOTHING, Floats, FromTerms, Terms
+from sparsebalance.planning.network import NetworkCosts
 from sparsebalance.planning.plan import Latency, Segment
-from sparsebalance.planning.work import Granularity, computed_scores, key_blocks
-
-SCHEMA = 1
-Floats = NDArray[np.float64]
+from sparsebalance.planning.work import Granularity, computed_scores, key_blocks, router_scores
 
 
 @dataclass(frozen=True)
@@ -34,19 +30,13 @@ class Identity:
     """What a table was measured for; it predicts nothing else.
 
     Attributes:
-        layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary: the decoder's sizes.
+        decoder: the model's sizes.
         block_size, granularity: of the block-sparse attention.
         device: "cpu" or the accelerator's name. dtype: of the computation. threads: per process.
         checkpointing: whether the backward recomputes the layers' forward.
     """
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
+    decoder: Decoder
     block_size: int
     granularity: Granularity
     device: str
@@ -54,44 +44,65 @@ class Identity:
     threads: int
     checkpointing: bool = False
 
+    def flat(self) -> dict[str, object]:
+        """Every field by name, the decoder's sizes among them."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "decoder"}
+        return {**vars(self.decoder), **own}
+
 
 @dataclass(frozen=True)
 class AttentionPoint:
     """One attention layer on a whole sample of `length` tokens at `budget` blocks: the milliseconds that the
-    sample adds to a call (the call's fixed cost is the table's `call_ms`)."""
+    sample adds to a call (the call's fixed cost is the table's `call_ms`).
+
+    `spread` is the relative standard error of the three.
+    """
 
     length: int
     budget: int
     router_ms: float
     forward_ms: float
     backward_ms: float
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
 class LinePoint:
-    """Milliseconds of everything else in the model at `count` tokens, or of the loss at `count` targets."""
+    """Milliseconds of everything else in the model at `count` tokens, or of the head at `count` targets."""
 
     count: int
     forward_ms: float
     backward_ms: float
+    spread: float = 0.0
 
 
-def _slope(left: float, right: float, share: float) -> float:
-    """What is added to `left` at `share` of the way to `right`; beyond the last point time never falls."""
-    return (right - left) * (share if right > left else min(share, 1.0))
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A prediction with what is known about its error.
+
+    Attributes:
+        terms: milliseconds by term.
+        error_ms: one standard deviation: noise of the measured points, distance between them, and how well
+            the table reproduces whole micro-batches, added as independent errors.
+        extrapolated: what lies outside of the measured range: any of "length", "budget", "tokens", "targets".
+    """
+
+    terms: Terms
+    error_ms: float
+    extrapolated: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class LatencyTable:
+class LatencyTable(FromTerms):
     """Attributes:
     identity: see `Identity`.
     provenance: host kind, torch version, date, repeats: for people and reports.
     attention: points over lengths and budgets; at every length the same budgets up to its full one.
     linear: model without attention over the tokens of a micro-batch, at least 2 points.
     head: final projection and loss over target tokens, at least 2 points.
-    call_ms: fixed (forward, backward) milliseconds of one attention layer's call.
-    interaction: measured time of whole micro-batches over the sum of their separately measured parts, median;
-        above 1 because the parts push each other out of the caches. Every prediction is multiplied by it.
+    call_ms: fixed (router, forward, backward) milliseconds of one attention layer's call.
+    residual: relative standard deviation of measured over predicted whole micro-batches, of those measured.
+    network: costs of the process group; None where the table was measured by one process.
     """
 
     identity: Identity
@@ -99,8 +110,9 @@ class LatencyTable:
     attention: tuple[AttentionPoint, ...]
     linear: tuple[LinePoint, ...]
     head: tuple[LinePoint, ...]
-    call_ms: tuple[float, float]
-    interaction: float = 1.0
+    call_ms: tuple[float, float, float]
+    residual: float = 0.0
+    network: NetworkCosts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: what was derived from them is made again on the other side."""
@@ -112,166 +124,180 @@ class LatencyTable:
 
     @property
     def layers(self) -> int:
-        return self.identity.layers
+        return self.identity.decoder.layers
 
-    def latency(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Latency:
+    def terms(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Terms:
+        return self._terms(tuple(segments), tuple(budgets))
+
+    @cached_property
+    def _terms(self) -> Callable[[tuple[Segment, ...], tuple[int, ...]], Terms]:
+        """Planning and its comparisons ask for the same micro-batches again and again, so they are kept."""
+        return lru_cache(maxsize=2**14)(self._computed_terms)
+
+    def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms:
         if not segments:
-            return Latency(0.0, 0.0)
-        forward, backward = self._line(self.linear, sum(segment.tokens for segment in segments))
+            return NOTHING
+        linear = _line(self.linear, sum(segment.tokens for segment in segments))
         targets = sum(segment.targets for segment in segments)
-        if targets:
-            head_forward, head_backward = self._line(self.head, targets)
-            forward, backward = forward + head_forward, backward + head_backward
+        head = _line(self.head, targets) if targets else (0.0, 0.0)
         layers = Counter(budgets)
-        attention = self._attention(segments, tuple(layers)) @ np.array(list(layers.values()))
-        return Latency(forward + float(attention[0]), backward + float(attention[1])).scaled(self.interaction)
+        attention = self.layer_attention(segments, tuple(layers)) @ np.array(list(layers.values()))
+        router, forward, backward = attention.tolist()
+        return Terms(Latency(*linear), Latency(router, 0.0), Latency(forward, backward), Latency(*head))
 
-    def attention_ms(self, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> NDArray[np.float64]:
-        total: Floats = self._attention(segments, tuple(budgets.tolist())).sum(0) * self.interaction
-        return total
-
-    def _attention(self, segments: Sequence[Segment], budgets: tuple[int, ...]) -> Floats:
-        """Milliseconds of one layer's call at each budget, [2, len(budgets)]: forward with routing, backward."""
+    def layer_attention(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Floats:
         total = np.repeat(np.array(self.call_ms)[:, None], len(budgets), axis=1)
         for s in segments:
-            total += self._segment_ms(s.start, s.end, budgets)
+            total += self._segment_ms(s.start, s.end, tuple(budgets))
         return total
 
     @cached_property
     def _segment_ms(self) -> Callable[[int, int, tuple[int, ...]], Floats]:
         """What a segment adds to a call; planning asks for the same ones again and again, so they are kept."""
 
-        @lru_cache(maxsize=2**14)
+        @lru_cache(maxsize=2**16)
         def segment_ms(start: int, end: int, budgets: tuple[int, ...]) -> Floats:
-            allowed = np.minimum(budgets, key_blocks(end, self.block_size))
-            scores = computed_scores(start, end, allowed, self.block_size, self.identity.granularity)
-            found: Floats = scores * self._rates(end, allowed)
-            return found
+            whole = np.stack([self._whole_ms(end, budget) for budget in budgets], axis=1)
+            if start:  # a chunk costs its own queries at the rate of its position
+                whole[0] *= _share(lambda a, b: router_scores(a, b, self.block_size, self._granularity), start, end)
+                allowed = np.minimum(budgets, key_blocks(end, self.block_size))
+                whole[1:] *= self._scores(start, end, allowed) / self._scores(0, end, allowed)
+            return whole
 
         return segment_ms
 
-    def _rates(self, length: int, budgets: NDArray[np.int64]) -> Floats:
-        """Milliseconds per computed score, [2, len(budgets)], bilinear in logarithms, held at the edges."""
-        lengths, grid, logs = self._grid
-        x = np.clip(np.interp(math.log(length), lengths, np.arange(len(lengths))), 0, len(lengths) - 1)
-        low = min(int(x), len(lengths) - 2)
-        weight = x - low
-        row = logs[:, low] * (1 - weight) + logs[:, low + 1] * weight
-        log_budgets = np.log(budgets)
-        rates: Floats = np.exp(np.stack([np.interp(log_budgets, grid, values) for values in row]))
-        return rates
+    @property
+    def _granularity(self) -> Granularity:
+        return self.identity.granularity
+
+    def _scores(self, start: int, end: int, budgets: NDArray[np.int64]) -> Floats:
+        return computed_scores(start, end, budgets, self.block_size, self._granularity)
+
+    def _whole_ms(self, length: int, budget: int) -> Floats:
+        """(router, forward, backward) of a whole sample: at the two nearest measured lengths, as rates per
+        score at the budget, then between them in the logarithm of the length."""
+        budget = min(budget, key_blocks(length, self.block_size))
+        low, weight = _place(self._lengths, length)
+        rates = (1 - weight) * self._log_rates(low, budget)
+        if weight:
+            rates = rates + weight * self._log_rates(low + 1, budget)
+        found: Floats = np.exp(rates) * self._work(length, budget)
+        return found
+
+    def _work(self, length: int, budget: int) -> Floats:
+        """What (router, forward, backward) times are divided by: query blocks looked at, scores computed."""
+        scores = float(self._scores(0, length, np.array(budget)))
+        blocks = key_blocks(length, self.block_size)
+        return np.array([router_scores(0, length, self.block_size, self._granularity) + blocks, scores, scores])
+
+    def _log_rates(self, row: int, budget: int) -> Floats:
+        """log milliseconds per work at a measured length and any budget, log-linear between measured budgets.
+
+        Time is interpolated over scores (not the rate over the budget), so it rises with the budget wherever
+        the measured times do.
+        """
+        length, budgets, times = self._rows[row]
+        allowed = min(budget, key_blocks(length, self.block_size))
+        work = self._work(length, allowed)
+        right = min(max(int(np.searchsorted(budgets, allowed)), 1), len(budgets) - 1)
+        if len(budgets) == 1 or not budgets[0] < allowed < budgets[-1]:
+            nearest = 0 if allowed <= budgets[0] else len(budgets) - 1
+            edge: Floats = np.log(times[nearest]) - np.log(self._work(length, budgets[nearest]))
+            return edge
+        a, b = budgets[right - 1], budgets[right]
+        # The router's work does not depend on the budget: its time goes by the number of chosen blocks.
+        scores = [math.log(self._work(length, k)[1]) for k in (a, allowed, b)]
+        share = (scores[1] - scores[0]) / (scores[2] - scores[0])
+        logs = (1 - share) * np.log(times[right - 1]) + share * np.log(times[right])
+        found: Floats = logs - np.log(work)
+        return found
 
     @cached_property
-    def _grid(self) -> tuple[Floats, Floats, Floats]:
-        """log lengths [n], log budgets [m], log milliseconds per score [2, n, m]."""
-        lengths = sorted({point.length for point in self.attention})
-        budgets = sorted({point.budget for point in self.attention})
-        logs = np.full((2, len(lengths), len(budgets)), np.nan)
+    def _rows(self) -> list[tuple[int, list[int], Floats]]:
+        """Per measured length: budgets, and times [budgets, 3] that never fall with the budget."""
+        rows: dict[int, list[AttentionPoint]] = {}
         for point in self.attention:
-            scores = float(computed_scores(0, point.length, point.budget, self.block_size, self.identity.granularity))
-            place = (lengths.index(point.length), budgets.index(point.budget))
-            for side, ms in enumerate((point.router_ms + point.forward_ms, point.backward_ms)):
-                logs[side][place] = math.log(ms / scores)
-        for side in range(2):
-            for row in logs[side]:  # a short sample's full budget stands for every larger one
-                known = np.flatnonzero(~np.isnan(row))
-                row[:] = np.interp(np.arange(len(budgets)), known, row[known])
-        return np.log(lengths), np.log(budgets), logs
+            rows.setdefault(point.length, []).append(point)
+        found = []
+        for length in sorted(rows):
+            points = sorted(rows[length], key=lambda point: point.budget)
+            times = np.array([(p.router_ms, p.forward_ms, p.backward_ms) for p in points])
+            found.append((length, [p.budget for p in points], np.maximum.accumulate(times, axis=0)))
+        return found
 
-    @staticmethod
-    def _line(points: Sequence[LinePoint], count: int) -> tuple[float, float]:
-        """Piecewise linear through the points and on at the last slope; below the first, the first's cost."""
-        if count <= points[0].count:
-            return points[0].forward_ms, points[0].backward_ms
-        right = min(bisect_left(points, count, key=lambda point: point.count), len(points) - 1)
-        a, b = points[right - 1], points[right]
-        share = (count - a.count) / (b.count - a.count)
-        return (
-            a.forward_ms + _slope(a.forward_ms, b.forward_ms, share),
-            a.backward_ms + _slope(a.backward_ms, b.backward_ms, share),
-        )
+    @cached_property
+    def _lengths(self) -> list[float]:
+        return [math.log(length) for length, _, _ in self._rows]
 
-    def check_matches(self, run: Identity) -> None:
-        """Raises:
-        InputError: the run's model, attention or machine differs; names every differing field.
-        """
-        differing = [
-            f"{f.name} (table {getattr(self.identity, f.name)!r}, run {getattr(run, f.name)!r})"
-            for f in fields(Identity)
-            if getattr(self.identity, f.name) != getattr(run, f.name)
+    def predict(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Prediction:
+        """`terms` with an error estimate, and whether anything was extrapolated."""
+        terms = self.terms(segments, budgets)
+        if not segments:
+            return Prediction(terms, 0.0, ())
+        tokens, targets = sum(s.tokens for s in segments), sum(s.targets for s in segments)
+        attention = np.array([self._attention_error(segment.end, max(budgets)) for segment in segments])
+        shares = np.array([float(self.attention_ms([s], np.array([max(budgets)]))[0]) for s in segments])
+        parts = [
+            (terms.linear.total_ms, _line_error(self.linear, tokens)),
+            (terms.router.total_ms + terms.attend.total_ms, float((attention * shares).sum() / shares.sum())),
+            (terms.head.total_ms, _line_error(self.head, targets)),
+            (terms.latency.total_ms, self.residual),
         ]
-        if differing:
-            raise InputError(
-                f"the latency table was measured for something else: {', '.join(differing)}; "
-                "measure again with `sparsebalance profile`, or run what it was measured for"
-            )
-
-    @classmethod
-    def mean(cls, tables: Sequence[LatencyTable]) -> LatencyTable:
-        """Point by point mean of tables measured at the same points, as several ranks do at once."""
-
-        def attention(points: tuple[AttentionPoint, ...]) -> AttentionPoint:
-            router, forward, backward = np.mean(
-                [(p.router_ms, p.forward_ms, p.backward_ms) for p in points], axis=0
-            ).tolist()
-            return AttentionPoint(points[0].length, points[0].budget, router, forward, backward)
-
-        def line(points: tuple[LinePoint, ...]) -> LinePoint:
-            forward, backward = np.mean([(p.forward_ms, p.backward_ms) for p in points], axis=0).tolist()
-            return LinePoint(points[0].count, forward, backward)
-
-        call = np.mean([table.call_ms for table in tables], axis=0).tolist()
-        return replace(
-            tables[0],
-            provenance={**tables[0].provenance, "processes": len(tables)},
-            attention=tuple(map(attention, zip(*(table.attention for table in tables), strict=True))),
-            linear=tuple(map(line, zip(*(table.linear for table in tables), strict=True))),
-            head=tuple(map(line, zip(*(table.head for table in tables), strict=True))),
-            call_ms=(call[0], call[1]),
-            interaction=float(np.mean([table.interaction for table in tables])),
+        return Prediction(
+            terms, math.sqrt(sum((ms * error) ** 2 for ms, error in parts)), self._outside(segments, budgets)
         )
 
-    def save(self, path: Path) -> None:
-        """Write atomically as JSON."""
-        write_whole(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+    def _outside(self, segments: Sequence[Segment], budgets: Sequence[int]) -> tuple[str, ...]:
+        blocks = [key_blocks(s.end, self.block_size) for s in segments]
+        largest = max(k for _, row, _ in self._rows for k in row)
+        checks = {
+            "length": max(s.end for s in segments) > self._rows[-1][0],
+            "budget": min(max(budgets), max(blocks)) > largest,
+            "tokens": sum(s.tokens for s in segments) > self.linear[-1].count,
+            "targets": sum(s.targets for s in segments) > self.head[-1].count,
+        }
+        return tuple(name for name, outside in checks.items() if outside)
 
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Raises:
-        InputError: no such file, not JSON, another schema, or a table that cannot be interpolated.
-        """
-        if not path.is_file():
-            raise InputError(f"no latency table at {path}; make one with `sparsebalance profile --table {path}`")
-        try:
-            record = json.loads(path.read_text())
-            schema = record.pop("schema")
-            if schema != SCHEMA:
-                raise InputError(
-                    f"latency table {path} has schema {schema}, but this version reads {SCHEMA}; "
-                    "measure it again with `sparsebalance profile`"
-                )
-            table = cls(
-                identity=Identity(**record["identity"]),
-                provenance=record["provenance"],
-                attention=tuple(AttentionPoint(**point) for point in record["attention"]),
-                linear=tuple(LinePoint(**point) for point in record["linear"]),
-                head=tuple(LinePoint(**point) for point in record["head"]),
-                call_ms=(float(record["call_ms"][0]), float(record["call_ms"][1])),
-                interaction=float(record["interaction"]),
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise InputError(
-                f"latency table {path} is broken ({error}); measure it again with `sparsebalance profile`"
-            ) from error
-        table._check_points(path)
-        return table
+    def _attention_error(self, length: int, budget: int) -> float:
+        """Relative: the noise of the nearest points, and up to a quarter of how far rates differ around."""
+        low, weight = _place(self._lengths, length)
+        high = min(low + 1, len(self._rows) - 1)
+        rates = [float(np.logaddexp(*self._log_rates(row, budget)[1:])) for row in (low, high)]
+        noise = [p.spread for p in self.attention if p.length in (self._rows[low][0], self._rows[high][0])]
+        between = weight * (1 - weight) * abs(rates[1] - rates[0])
+        return math.hypot(max(noise), between)
 
-    def _check_points(self, path: Path) -> None:
-        times = [t for p in self.attention for t in (p.router_ms, p.forward_ms, p.backward_ms)]
-        times.append(self.interaction)
-        times += [t for p in (*self.linear, *self.head) for t in (p.forward_ms, p.backward_ms)]
-        lengths = {point.length for point in self.attention}
-        if len(lengths) < 2 or len(self.linear) < 2 or len(self.head) < 2:
-            raise InputError(f"latency table {path} has too few points; measure it again")
-        if not all(math.isfinite(t) and t > 0 for t in times):
-            raise InputError(f"latency table {path} holds a time that is not above 0; measure it again")
+
+def _place(nodes: Sequence[float], length: int) -> tuple[int, float]:
+    """(i, weight): `length` lies at `weight` of the way from node i to i + 1, held at the edges."""
+    x = math.log(length)
+    low = max(0, min(int(np.searchsorted(nodes, x, side="right")) - 1, len(nodes) - 2))
+    weight = (x - nodes[low]) / (nodes[low + 1] - nodes[low])
+    return low, min(max(weight, 0.0), 1.0)
+
+
+def _share(work: Callable[[int, int], float], start: int, end: int) -> float:
+    """Part of a sample's work that its last tokens [start, end) do; by tokens where there is none."""
+    whole = work(0, end)
+    return work(start, end) / whole if whole else (end - start) / end
+
+
+def _line(points: Sequence[LinePoint], count: int) -> tuple[float, float]:
+    """Piecewise linear through the points and on at the last slope; below the first, the first's cost."""
+    if count <= points[0].count:
+        return points[0].forward_ms, points[0].backward_ms
+    right = min(next((i for i, p in enumerate(points) if p.count >= count), len(points)), len(points) - 1)
+    a, b = points[right - 1], points[right]
+    share = (count - a.count) / (b.count - a.count)
+    return _between(a.forward_ms, b.forward_ms, share), _between(a.backward_ms, b.backward_ms, share)
+
+
+def _between(left: float, right: float, share: float) -> float:
+    """Beyond the last point (share > 1) time goes on rising but never falls."""
+    return left + (right - left) * (share if right > left else min(share, 1.0))
+
+
+def _line_error(points: Sequence[LinePoint], count: int) -> float:
+    """Relative noise of the nearest points."""
+    near = sorted(points, key=lambda point: abs(math.log(point.count) - math.log(max(count, 1))))[:2]
+    return max(point.spread for point in near)

@@ -13,16 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance.planning.table import Identity
-from sparsebalance.profiling.measure import Measurement, Work, measured_lengths, micro_batch, random_example
+from sparsebalance.profiling.measure import Measurement
+from sparsebalance.profiling.points import Work, work_of
 
 
 @dataclass(frozen=True)
 class CheckPoint:
-    """One held-out micro-batch: forward + backward milliseconds of the whole model."""
+    """One held-out micro-batch: forward + backward milliseconds of the whole model.
+
+    `error_ms` is the table's own estimate of its standard error.
+    """
 
     lengths: tuple[int, ...]
     budget: int
     predicted_ms: float
+    error_ms: float
     measured_ms: float
 
     @property
@@ -35,35 +40,38 @@ def mean_absolute_error(points: Sequence[CheckPoint]) -> float:
     return statistics.fmean(abs(point.error) for point in points)
 
 
+def share_within(points: Sequence[CheckPoint], deviations: float) -> float:
+    """Share of the points whose error is at most so many of the table's own standard errors."""
+    inside = [abs(p.predicted_ms - p.measured_ms) <= deviations * p.error_ms for p in points]
+    return statistics.fmean(inside)
+
+
 def held_out_work(identity: Identity, max_length: int, max_budget: int, count: int = 12, seed: int = 1) -> list[Work]:
     """`count` micro-batches of random lengths and budgets that a table up to `max_length` has no point for.
 
     Half are single samples, half are packs of 2 to 6; lengths are log-uniform from one block to half of
-    `max_length` (shared out in a pack), budgets log-uniform from 1 to `max_budget`.
+    `max_length` (shared out in a pack), budgets log-uniform from 1 to `max_budget`. Lengths are odd, and so no
+    measuring point. The first is the largest that a plan can hold: a single sample just below `max_length`.
     """
     rng = np.random.default_rng(seed)
-    known = set(measured_lengths(identity.block_size, max_length))
-    works: list[Work] = []
+    layers, vocabulary = identity.decoder.layers, identity.decoder.vocabulary
+    works = [work_of((max(max_length - 3, 1) | 1,), max(max_budget // 2, 1), layers, vocabulary)]
     while len(works) < count:
         samples = 1 if len(works) % 2 == 0 else int(rng.integers(2, 7))
         longest = max(max_length // 2 // samples, 2)
         low = min(identity.block_size, longest - 1)
-        lengths = np.exp(rng.uniform(np.log(low), np.log(longest), samples)).astype(int).tolist()
+        lengths = np.exp(rng.uniform(np.log(low), np.log(longest), samples)).astype(int) | 1
         budget = int(np.exp(rng.uniform(0, np.log(max_budget + 1))))
-        if not known & set(lengths):
-            examples = [random_example(length, identity.vocabulary, rng) for length in lengths]
-            works.append((micro_batch(examples, (budget,) * identity.layers), examples))
+        works.append(work_of(lengths.tolist(), budget, layers, vocabulary))
     return works
 
 
 def check_points(measurement: Measurement, works: Sequence[Work]) -> list[CheckPoint]:
     """Predictions of the table beside the times measured with it."""
-    return [
-        CheckPoint(
-            tuple(segment.tokens for segment in unit.segments),
-            unit.budgets[0],
-            measurement.table.latency(unit.segments, unit.budgets).total_ms,
-            measured_ms,
-        )
-        for (unit, _), measured_ms in zip(works, measurement.held_out_ms, strict=True)
-    ]
+    points = []
+    for (unit, _), measured_ms in zip(works, measurement.held_out_ms, strict=True):
+        prediction = measurement.table.predict(unit.segments, unit.budgets)
+        lengths = tuple(segment.tokens for segment in unit.segments)
+        predicted_ms = prediction.terms.latency.total_ms
+        points.append(CheckPoint(lengths, unit.budgets[0], predicted_ms, prediction.error_ms, measured_ms))
+    return points

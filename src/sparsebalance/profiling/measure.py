@@ -1,81 +1,75 @@
 """Measures one model on this machine, term by term, and returns a latency table.
 
-After a warm-up that never enters the table, every point is timed once per round, with rounds interleaved over
-all points (so that a slow spell of the machine hits all alike), and medians are kept.
+Whole micro-batches run on a grid of lengths and budgets that starts coarse. As long as there is time, the gap
+in which interpolation is worst gets new points; then all points run again in interleaved rounds, so that a
+slow spell of the machine hits all alike, and medians are kept. The first call of each shape never counts.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsebalance.attention.cpu import attend
-from sparsebalance.attention.interface import PackedLayout, budget_per_segment
-from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.plan import Latency, MicroBatch, Segment
 from sparsebalance.planning.table import AttentionPoint, Identity, LatencyTable, LinePoint
-from sparsebalance.planning.work import key_blocks
-from sparsebalance.training.data import IGNORE, Example
+from sparsebalance.planning.work import computed_scores, key_blocks
+from sparsebalance.profiling.points import PACKED_TOKENS, Gather, Point, Timing, Work, work_of
 from sparsebalance.training.engine import Engine
-from sparsebalance.training.loss import linear_cross_entropy
-from sparsebalance.training.sparse_attention import SparseContext
 
-PACKED_TOKENS = 2048  # short samples are measured packed up to this length, as they will run
-Progress = Callable[[int, int], None]  # (points done, points in all)
-Work = tuple[MicroBatch, list[Example]]  # a micro-batch and the examples that its sample ids index
+TOLERANCE = 0.025  # of a micro-batch's time: no more points where interpolation is estimated better than this
+REFINING = 0.25  # share of the time limit that may go into new points, and no more than the coarse grid took
+ATTENTION = (("router", "forward"), ("attend", "forward"), ("attend", "backward"))
+Progress = Callable[[int, int], None]  # (seconds so far, seconds at most)
 
 
 @dataclass(frozen=True)
 class Measurement:
     """Attributes:
     table: for prediction.
-    held_out_ms: median forward + backward milliseconds of each held-out micro-batch.
+    rank_factors: how much slower each rank was than the mean of all, running the same work at the same time.
+    held_out_ms: median forward + backward milliseconds of each held-out micro-batch, at the usual speed of the
+        machine, as the table is.
+    held_out_raw_ms: the same as the clock had it.
     """
 
     table: LatencyTable
+    rank_factors: tuple[float, ...]
     held_out_ms: tuple[float, ...]
-
-
-@dataclass
-class _Point:
-    """One measurement: `run` returns milliseconds for each of its parts."""
-
-    run: Callable[[], tuple[float, ...]]
-    rounds: list[tuple[float, ...]] = field(default_factory=list)
-
-    def median(self) -> tuple[float, ...]:
-        return tuple(statistics.median(values) for values in zip(*self.rounds))
+    held_out_raw_ms: tuple[float, ...]
 
 
 def measure(
     model: PreTrainedModel,
     identity: Identity,
     max_length: int,
-    max_budget: int = 16,
+    max_budget: int,
     rounds: int = 3,
     limit_s: float = 45.0,
     progress: Progress | None = None,
     held_out: Sequence[Work] = (),
+    gather: Gather = lambda value: [value],
 ) -> Measurement:
-    """Args:
+    """Every rank calls this at once and gets the same table.
+
+    Args:
         model: the decoder, with block-sparse attention activated.
         identity: recorded in the table.
         max_length: tokens of the longest sample to predict.
         max_budget: largest budget to measure; larger ones are extrapolated by their work.
-        rounds: timed rounds; at least 1.
-        limit_s: no new round starts after so many seconds; the first is always finished.
-        progress: called after every point.
+        rounds: most timed rounds; at least 1.
+        limit_s: nothing new starts after so many seconds; one run of the coarse grid is always finished.
+        progress: called after every run.
         held_out: micro-batches that are timed in the same rounds and never enter the table.
+        gather: every rank's value on every rank.
 
     Raises:
         InputError: max_length below two blocks (nothing to interpolate between).
@@ -84,188 +78,183 @@ def measure(
         raise InputError(
             f"max_length {max_length} is below two blocks of {identity.block_size}; nothing to interpolate"
         )
-    lengths = measured_lengths(identity.block_size, max_length)
-    attention = {
-        (length, budget): _Point(_attention_run(identity, length, budget))
-        for length in lengths
-        for budget in _powers_of_four(1, min(key_blocks(length, identity.block_size), max_budget))
-    }
-    linear = {count: _Point(_linear_run(model, identity, count)) for count in [1, *lengths]}
-    head = {count: _Point(_head_run(model, count)) for count in _targets(max_length)}
-    call = _Point(_attention_run(identity, 1, 1, packed=False))
-    works = [_work(identity, packed, max_budget // 2) for packed in _whole(max_length)]
-    whole = [_Point(_whole_run(model, identity, work)) for work in (*works, *held_out)]
-    points = [call, *attention.values(), *linear.values(), *head.values(), *whole]
-    begin = time.perf_counter()
-    for kind in (attention, linear, head):  # the largest ones touch the memory that all others reuse
-        for point in (*list(kind.values())[:2], list(kind.values())[-1]):
-            point.run()
-    for index in range(rounds):
-        if index and time.perf_counter() - begin > limit_s:
-            break
-        for place, point in enumerate(points):
-            point.rounds.append(point.run())
-            if progress is not None:
-                progress(index * len(points) + place + 1, rounds * len(points))
-    call_times = call.median()
-    call_router, call_forward, call_backward = call_times
-    parts = LatencyTable(
-        identity=identity,
-        provenance=_provenance(len(call.rounds), time.perf_counter() - begin),
-        attention=tuple(
-            _marginal(length, budget, point.median(), call_times) for (length, budget), point in attention.items()
-        ),
-        linear=tuple(LinePoint(count, *point.median()) for count, point in linear.items()),
-        head=tuple(LinePoint(count, *point.median()) for count, point in head.items()),
-        call_ms=(call_router + call_forward, call_backward),
-    )
-    whole_ms = [point.median()[0] for point in whole]
-    ratios = [
-        ms / parts.latency(unit.segments, unit.budgets).total_ms for ms, (unit, _) in zip(whole_ms, works, strict=False)
-    ]
-    return Measurement(replace(parts, interaction=statistics.median(ratios)), tuple(whole_ms[len(works) :]))
-
-
-def measured_lengths(block_size: int, max_length: int) -> list[int]:
-    """Lengths of the samples that enter the table."""
-    return _powers_of_four(block_size, max_length)
-
-
-def _powers_of_four(first: int, last: int) -> list[int]:
-    """first, first * 4, first * 16, ... below `last`, and `last`."""
-    values = []
-    while first < last:
-        values.append(first)
-        first *= 4
-    return [*values, last]
-
-
-def _targets(max_length: int) -> list[int]:
-    return sorted({1, 32, min(256, max_length), min(1024, max_length)})
-
-
-def _marginal(length: int, budget: int, times: Sequence[float], call: Sequence[float]) -> AttentionPoint:
-    """Milliseconds that one sample adds to a call; never below a tenth of its share of the whole."""
-    copies = _copies(length)
-    router, forward, backward = (max(t - c, 0.1 * t) / copies for t, c in zip(times, call))
-    return AttentionPoint(length, budget, router, forward, backward)
-
-
-def _copies(length: int) -> int:
-    return max(1, PACKED_TOKENS // length)
-
-
-def _attention_run(
-    identity: Identity, length: int, budget: int, packed: bool = True
-) -> Callable[[], tuple[float, float, float]]:
-    """Router, forward and backward milliseconds of one attention layer."""
-
-    def run() -> tuple[float, float, float]:
-        copies = _copies(length) if packed else 1
-        layout = PackedLayout.from_lengths([length] * copies, identity.block_size)
-        dtype = getattr(torch, identity.dtype)
-        generator = torch.Generator().manual_seed(length)
-
-        def random(heads: int) -> Tensor:
-            x = torch.randn(layout.tokens_q, heads, identity.head_dim, generator=generator)
-            return x.to(dtype).requires_grad_()
-
-        q, k, v = random(identity.heads), random(identity.kv_heads), random(identity.kv_heads)
-        grad = torch.ones_like(q)
-        router = MoBARouter(identity.granularity)
-        t0 = time.perf_counter()
-        selection = router.select(router.score(q, k, layout), budget_per_segment(budget, layout))
-        t1 = time.perf_counter()
-        out, _ = attend(q, k, v, selection, layout)
-        t2 = time.perf_counter()
-        torch.autograd.grad(out, (q, k, v), grad)
-        t3 = time.perf_counter()
-        return (t1 - t0) * 1e3, (t2 - t1) * 1e3, (t3 - t2) * 1e3
-
-    return run
-
-
-class _WithoutAttention(SparseContext):
-    """Stands in for the attention: mixes q, k and v cheaply, so that all projections get gradients."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        grouped = q.unflatten(1, (k.shape[1], -1)) + (k + v)[:, :, None]
-        return grouped.flatten(1, 2)
-
-
-def _linear_run(model: PreTrainedModel, identity: Identity, tokens: int) -> Callable[[], tuple[float, float]]:
-    """Forward and backward milliseconds of the whole model without attention and without loss."""
-
-    def run() -> tuple[float, float]:
-        layout = PackedLayout.from_lengths([tokens], identity.block_size)
-        context = _WithoutAttention(layout, {}, MoBARouter(identity.granularity))
-        ids = torch.arange(tokens)[None] % identity.vocabulary
-        t0 = time.perf_counter()
-        hidden = model.base_model(
-            input_ids=ids, position_ids=torch.arange(tokens)[None], use_cache=False, sparse=context
-        ).last_hidden_state
-        loss = hidden.sum()
-        t1 = time.perf_counter()
-        loss.backward()
-        t2 = time.perf_counter()
-        return (t1 - t0) * 1e3, (t2 - t1) * 1e3
-
-    return run
-
-
-def _head_run(model: PreTrainedModel, targets: int) -> Callable[[], tuple[float, float]]:
-    def run() -> tuple[float, float]:
-        weight = model.get_output_embeddings().weight
-        hidden = torch.zeros(targets, weight.shape[1], dtype=weight.dtype, requires_grad=True)
-        wanted = torch.arange(targets) % weight.shape[0]
-        t0 = time.perf_counter()
-        loss = linear_cross_entropy(hidden, weight, wanted)
-        t1 = time.perf_counter()
-        loss.backward()
-        t2 = time.perf_counter()
-        return (t1 - t0) * 1e3, (t2 - t1) * 1e3
-
-    return run
-
-
-def _whole(max_length: int) -> list[tuple[int, ...]]:
-    """Lengths of the micro-batches that are measured whole: two single samples and a pack."""
-    return [(max(1, max_length // 32),), (max(1, max_length // 8),), (max(1, max_length // 64),) * 4]
-
-
-def _whole_run(model: PreTrainedModel, identity: Identity, work: Work) -> Callable[[], tuple[float]]:
     engine = Engine(model, identity.block_size, identity.granularity, identity.checkpointing)
-    unit, examples = work
+    grid = _Grid(identity, max_length, max_budget)
+    begin = time.perf_counter()
+    timing = Timing(engine, grid.reference(), gather)
 
-    def run() -> tuple[float]:
-        return (engine.run([unit], examples, max(unit.targets, 1)).busy_ms,)
+    def elapsed() -> float:
+        """The same on every rank, so that all stop at the same point."""
+        return float(gather(time.perf_counter() - begin)[0])
 
-    return run
+    def run(points: Iterable[Point]) -> None:
+        for point in points:
+            timing.run(point)
+            if progress is not None:
+                progress(min(int(time.perf_counter() - begin), int(limit_s)), int(limit_s))
 
-
-def _work(identity: Identity, lengths: tuple[int, ...], budget: int) -> Work:
-    rng = np.random.default_rng(lengths)
-    examples = [random_example(length, identity.vocabulary, rng) for length in lengths]
-    return micro_batch(examples, (max(budget, 1),) * identity.layers), examples
-
-
-def random_example(length: int, vocabulary: int, rng: np.random.Generator) -> Example:
-    """Random tokens; the last tenth are targets, at most 1024, as in long-document instructions."""
-    ids = rng.integers(0, vocabulary, length).astype(np.int32)
-    targets = np.full(length, IGNORE, dtype=np.int32)
-    wanted = min(length // 10, 1024)
-    if wanted:
-        targets[-wanted - 1 : -1] = ids[-wanted:]
-    return Example(ids, targets)
-
-
-def micro_batch(examples: Sequence[Example], budgets: tuple[int, ...]) -> MicroBatch:
-    """All examples packed, whole; its latency is not predicted yet."""
-    segments = tuple(
-        Segment(i, 0, len(example.input_ids), len(example.input_ids), example.target_count)
-        for i, example in enumerate(examples)
+    others = [Point(work) for work in held_out]
+    # First calls, largest first: all others reuse its memory. They tell where to refine, and are then forgotten.
+    run(sorted([*grid.points, *others], key=lambda point: -point.unit.tokens))
+    most = min(REFINING * limit_s, 2 * elapsed())
+    while elapsed() < most and (new := grid.refine()):
+        run(new)
+    everything = [*grid.points, *others]
+    done, before = 0, elapsed()
+    while done < rounds:
+        # Shuffled, the same way on every rank, so that no kind of point always meets the same spell.
+        run(everything[i] for i in np.random.default_rng(done).permutation(len(everything)))
+        done += 1
+        now = elapsed()
+        if now + (now - before) / done > limit_s:
+            break
+    if progress is not None:
+        progress(int(limit_s), int(limit_s))
+    wholes = np.array([[run.whole_ms for run in ranks] for point in everything for ranks in point.timed])
+    factors = np.median(wholes / wholes.mean(1, keepdims=True), axis=0)
+    provenance = _provenance(done, time.perf_counter() - begin, len(factors), len(grid.points))
+    steady = Timing.at_usual_speed(everything)
+    return Measurement(
+        grid.table(steady[: len(grid.points)], provenance),
+        tuple((factors / factors.mean()).tolist()),
+        tuple(point.whole_ms() for point in steady[len(grid.points) :]),
+        tuple(point.whole_ms() for point in others),
     )
-    return MicroBatch(segments, budgets, Latency(0.0, 0.0))
+
+
+class _Grid:
+    """Points at lengths x budgets, and small micro-batches for what does not depend on attention."""
+
+    def __init__(self, identity: Identity, max_length: int, max_budget: int) -> None:
+        self.identity = identity
+        self.lengths: list[int] = []
+        self.budgets: list[int] = []
+        self.attention: dict[tuple[int, int], Point] = {}
+        self.max_budget = min(max_budget, key_blocks(max_length, identity.block_size))
+        self._packed = min(PACKED_TOKENS, 2 * max_length)
+        self._uses = {count: 0 for count in (1, 32, 256, 1024) if count < max_length}
+        self.small = [self._point((n,), 1) for n in sorted({1, min(64, max_length), min(512, max_length)})]
+        self._add(_geometric(identity.block_size, max_length, 8), sorted({1, min(4, self.max_budget), self.max_budget}))
+
+    @property
+    def points(self) -> list[Point]:
+        return [*self.small, *self.attention.values()]
+
+    def reference(self) -> Point:
+        """Small, and with something of every term."""
+        decoder, size = self.identity.decoder, self.identity.block_size
+        return Point(work_of((4 * size,), 2, decoder.layers, decoder.vocabulary, size // 2))
+
+    def _add(self, lengths: Sequence[int], budgets: Sequence[int]) -> list[Point]:
+        """Grow the grid; returns its new points."""
+        self.lengths = sorted({*self.lengths, *lengths})
+        self.budgets = sorted({*self.budgets, *budgets})
+        new = {}
+        for length in self.lengths:
+            blocks = key_blocks(length, self.identity.block_size)
+            for budget in sorted({min(k, blocks) for k in self.budgets}):
+                if (length, budget) not in self.attention:
+                    copies = max(1, self._packed // length)
+                    new[length, budget] = self._point((length,) * copies, budget)
+        self.attention |= new
+        return list(new.values())
+
+    def _point(self, lengths: tuple[int, ...], budget: int) -> Point:
+        """With a target count that was not used twice yet, the largest first; then with a single target, because
+        the head costs more than all layers of a small model."""
+        room = sum(lengths) - len(lengths)
+        wanted = [count for count, used in self._uses.items() if count <= room and used < 2]
+        targets = max(wanted, default=min(1, room))
+        if targets in self._uses:
+            self._uses[targets] += 1
+        decoder = self.identity.decoder
+        return Point(work_of(lengths, budget, decoder.layers, decoder.vocabulary, targets))
+
+    def refine(self) -> list[Point]:
+        """Points in the middle of the gap where interpolation is worst; none where it is good everywhere."""
+        table = self.table(self.points, {})
+        size = self.identity.block_size
+        gaps: list[tuple[float, list[int], list[int]]] = []
+        for a, b in zip(self.lengths, self.lengths[1:]):
+            middle = round(math.sqrt(a * b) / size) * size
+            if a < middle < b:
+                error = max(self._error(table, (a, k), (b, k)) for k in self.budgets)
+                gaps.append((error, [middle], []))
+        for a, b in zip(self.budgets, self.budgets[1:]):
+            middle = round(math.sqrt(a * b))
+            if a < middle < b:
+                long = [n for n in self.lengths if key_blocks(n, size) >= b]
+                error = max((self._error(table, (n, a), (n, b)) for n in long), default=0.0)
+                gaps.append((error, [], [middle]))
+        worst = max(gaps, default=(0.0, [], []))
+        return self._add(worst[1], worst[2]) if worst[0] > TOLERANCE else []
+
+    def _error(self, table: LatencyTable, a: tuple[int, int], b: tuple[int, int]) -> float:
+        """Estimated relative error of a micro-batch between two points: a quarter of the difference of their
+        rates (a curve that bends all the way), times the share that attention has in it."""
+        rates, shares = [], []
+        for length, budget in (a, b):
+            budget = min(budget, key_blocks(length, self.identity.block_size))
+            point = self.attention[length, budget]
+            scores = computed_scores(0, length, budget, self.identity.block_size, self.identity.granularity)
+            attention = float(table.attention_ms(point.unit.segments[:1], np.array([budget]))[0])
+            rates.append(attention / float(scores))
+            shares.append(table.layers * attention * point.copies / point.whole_ms())
+        return abs(math.log(rates[1] / rates[0])) / 4 * max(shares)
+
+    def table(self, points: Sequence[Point], provenance: dict[str, object]) -> LatencyTable:
+        """From the grid's points in their order, perhaps rescaled."""
+        layers = self.identity.decoder.layers
+        smallest = points[0].median()
+        call = tuple(smallest[key] / layers for key in ATTENTION)
+        attention = []
+        measured = dict(zip(self.attention, points[len(self.small) :], strict=True))
+        for (length, budget), point in sorted(measured.items()):
+            times = point.median()
+            router, forward, backward = (
+                # Never below a tenth of its share of the whole: noise of a small difference.
+                max(times[key] / layers - fixed, 0.1 * times[key] / layers) / point.copies
+                for key, fixed in zip(ATTENTION, call)
+            )
+            attention.append(AttentionPoint(length, budget, router, forward, backward, point.spread()))
+        table = LatencyTable(
+            identity=self.identity,
+            provenance=provenance,
+            attention=tuple(attention),
+            linear=_line(points, "linear", lambda point: point.unit.tokens),
+            head=_line(points, "head", lambda point: point.unit.targets),
+            call_ms=(call[0], call[1], call[2]),
+        )
+        off = [
+            math.log(point.whole_ms() / table.latency(point.unit.segments, point.unit.budgets).total_ms)
+            for point in points
+        ]
+        return replace(table, residual=1.4826 * statistics.median(map(abs, off)))
+
+
+def _geometric(first: int, last: int, factor: int) -> list[int]:
+    """first, first * factor, ... and `last`, none nearer to it than half a factor."""
+    values = []
+    while first * math.sqrt(factor) < last:
+        values.append(first)
+        first *= factor
+    return [*(values or [first]), last]
+
+
+def _line(points: Sequence[Point], term: str, count_of: Callable[[Point], int]) -> tuple[LinePoint, ...]:
+    """Median over all runs of the points that share a count."""
+    groups: dict[int, list[Point]] = {}
+    for point in points:
+        if count_of(point):
+            groups.setdefault(count_of(point), []).append(point)
+    line = []
+    for count, group in sorted(groups.items()):
+        forward, backward = (
+            statistics.median(point.median()[term, side] for point in group) for side in ("forward", "backward")
+        )
+        spread = statistics.fmean(point.spread() for point in group) / math.sqrt(len(group))
+        line.append(LinePoint(count, forward, backward, spread))
+    return tuple(line)
 
 
 def host_kind() -> str:
@@ -284,13 +273,14 @@ def _cpu_info() -> Iterator[str]:
         return
 
 
-def _provenance(rounds: int, seconds: float) -> dict[str, object]:
+def _provenance(rounds: int, seconds: float, processes: int, points: int) -> dict[str, object]:
     return {
         "host": host_kind(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "points": points,
         "rounds": rounds,
         "seconds": round(seconds, 1),
-        "processes": 1,
+        "processes": processes,
     }

@@ -101,7 +101,10 @@ class BalanceConfig:
         threshold: most that tuning may change a micro-batch's coverage.
         min_budget: fewest blocks that tuning may give.
         max_budget: most blocks that it may give; 4 times the default budget where unset.
+        correction: measured times correct the latency table while training, so that a rank that gets slower is
+            given less work; plans then depend on measured times. Off, a run can be repeated bit by bit.
         table: a latency table from `sparsebalance profile`; without one, the run measures first.
+        measure_s: seconds that this measuring may take; a coarse table is always finished.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -111,7 +114,9 @@ class BalanceConfig:
     threshold: float = 0.1
     min_budget: int = 1
     max_budget: int | None = None
+    correction: bool = True
     table: Path | None = None
+    measure_s: float = 45.0
 
 
 @dataclass(frozen=True)
@@ -146,12 +151,14 @@ class ParallelConfig:
         dp: data-parallel processes, started by the command itself unless torchrun already did.
         threads: CPU threads of each process.
         timeout_s: a collective that waits longer ends the run on every rank.
+        memory_gb: memory of each process in gigabytes; unset, what this host has free is shared out.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     dp: int = 2
     threads: int = 1
     timeout_s: int = 600
+    memory_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +268,8 @@ def check_config(config: RunConfig) -> None:
     for name, (value, limit) in at_least.items():
         if value < limit:
             raise InputError(f"{name} is {value}, but it must be at least {limit}")
+    if config.parallel.memory_gb is not None and not config.parallel.memory_gb > 0:
+        raise InputError(f"parallel.memory_gb is {config.parallel.memory_gb}, but it must be above 0")
     if config.model.hidden % config.model.heads or config.model.heads % config.model.kv_heads:
         raise InputError(
             f"model: hidden {config.model.hidden} must be a multiple of heads {config.model.heads}, and heads "

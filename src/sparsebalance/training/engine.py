@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparsebalance.attention.clock import TermClock
 from sparsebalance.attention.interface import PackedLayout
 from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.attention.probe import CoverageProbe
+from sparsebalance.planning.latency import TERMS
 from sparsebalance.planning.plan import MicroBatch
 from sparsebalance.planning.work import Granularity
 from sparsebalance.training.data import Example
@@ -30,11 +32,27 @@ Probes = dict[tuple[int, int], CoverageProbe]  # (sample id, layer) -> measured 
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Measured milliseconds of one unit; `start_ms` counts from the start of the rank's work in the step."""
+    """Measured milliseconds of one unit; `start_ms` counts from the start of the rank's work in the step.
+
+    Attributes:
+        forward_ms, backward_ms: of the whole unit, coverage probing left out.
+        forward, backward: the same by term (see `sparsebalance.planning.latency.Terms`); empty for an empty unit.
+    """
 
     start_ms: float
     forward_ms: float
     backward_ms: float
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Forward + backward milliseconds by term."""
+        return {term: ms + self.backward[term] for term, ms in self.forward.items()}
 
 
 @dataclass
@@ -53,7 +71,7 @@ class RankResult:
 
     @property
     def busy_ms(self) -> float:
-        return sum(unit.forward_ms + unit.backward_ms for unit in self.units)
+        return sum(unit.total_ms for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,8 @@ class Engine:
         """Cross-entropy summed over the row's target tokens; exactly 0 where it has none."""
         hidden = self._hidden(row, context)
         weight = self.model.get_output_embeddings().weight
-        return linear_cross_entropy(hidden[row.target_index], weight, row.targets)
+        with context.clock.measure("head"):
+            return linear_cross_entropy(hidden[row.target_index], weight, row.targets, context.clock)
 
     def _hidden(self, row: PackedRow, context: SparseContext) -> Tensor:
         """[T, hidden] after the last layer."""
@@ -103,17 +122,21 @@ class Engine:
         begin = time.perf_counter()
         for unit in units:
             t0 = time.perf_counter()
-            t1 = t2 = t0
-            if unit.segments:
-                row = pack(unit, examples)
-                context = self.context(unit, row, probe_rows)
-                unit_loss = self.loss_sum(row, context) / max(denominator, 1)
-                t1 = time.perf_counter()
-                unit_loss.backward()
-                t2 = time.perf_counter()
-                loss += unit_loss.detach().double()
-                result.probes.update(_by_sample(unit, context))
-            result.units.append(UnitTime((t0 - begin) * 1e3, (t1 - t0) * 1e3, (t2 - t1) * 1e3))
+            start_ms = (t0 - begin) * 1e3
+            if not unit.segments:
+                result.units.append(UnitTime(start_ms, 0.0, 0.0))
+                continue
+            row = pack(unit, examples)
+            context = self.context(unit, row, probe_rows)
+            unit_loss = self.loss_sum(row, context) / max(denominator, 1)
+            t1 = time.perf_counter()
+            forward = _by_term((t1 - t0) * 1e3, context.clock)
+            unit_loss.backward()
+            backward = _by_term((time.perf_counter() - t1) * 1e3, context.clock)
+            loss += unit_loss.detach().double()
+            result.probes.update(_by_sample(unit, context))
+            totals = sum(forward.values()), sum(backward.values())
+            result.units.append(UnitTime(start_ms, *totals, forward, backward))
         result.loss = float(loss)
         return result
 
@@ -133,6 +156,14 @@ class Engine:
 def merged(parts: Iterable[Probes]) -> Probes:
     """All ranks' probes in one."""
     return {key: probe for part in parts for key, probe in part.items()}
+
+
+def _by_term(whole_ms: float, clock: TermClock) -> dict[str, float]:
+    """What the terms took, the linear part being what the others leave; probing is not part of the work."""
+    taken = clock.take()
+    others = {term: taken.get(term, 0.0) for term in TERMS if term != "linear"}
+    linear = whole_ms - sum(others.values()) - taken.get("probe", 0.0)
+    return {"linear": linear, **others}
 
 
 def _by_sample(unit: MicroBatch, context: SparseContext) -> Probes:

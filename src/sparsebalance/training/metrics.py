@@ -12,9 +12,15 @@ from sparsebalance.planning.files import write_whole
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step, the same on every rank. Times in milliseconds, all measured but the predicted one."""
+    """One training step, the same on every rank. Times in milliseconds, all measured but the predicted ones.
+
+    Attributes:
+        rank_factors, term_factors: online correction with which the step was planned.
+        workers: every micro-batch as planned and as measured, see `sparsebalance.training.records`.
+    """
 
     step: int
+    policy: str
     loss: float
     grad_norm: float
     learning_rate: float
@@ -27,6 +33,9 @@ class StepRecord:
     planning_ms: float
     mean_budget: float
     coverage: float | None
+    rank_factors: list[float]
+    term_factors: dict[str, float]
+    workers: list[dict[str, Any]]
 
 
 class MetricsFile:

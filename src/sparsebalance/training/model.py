@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
+from sparsebalance.planning.decoder import decoder_from_config
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.table import Identity
 from sparsebalance.training.config import AttentionConfig, ModelConfig, RunConfig
@@ -78,15 +79,8 @@ def decoder_config(config: ModelConfig, vocabulary: int, max_length: int) -> Pre
 
 def identity_of(decoder: PreTrainedConfig, config: RunConfig) -> Identity:
     """What a latency table must have been measured for, to predict this run."""
-    c = decoder
     return Identity(
-        layers=c.num_hidden_layers,
-        hidden=c.hidden_size,
-        intermediate=c.intermediate_size,
-        heads=c.num_attention_heads,
-        kv_heads=c.num_key_value_heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        vocabulary=c.vocab_size,
+        decoder=decoder_from_config(decoder.to_dict(), str(config.model.path or "the configured model")),
         block_size=config.attention.block_size,
         granularity=config.attention.granularity,
         device="cpu",

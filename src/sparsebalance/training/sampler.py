@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from sparsebalance.planning.coverage import CoverageCurves
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import Sample, StepPlan
+
+Inputs = TypeVar("Inputs")
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,20 @@ def _order(count: int, seed: int, epoch: int) -> Sequence[int]:
     return order
 
 
-class PlanAhead:
+class PlanAhead(Generic[Inputs]):
     """Makes plans in a worker thread: `prepare(step)` while an earlier step runs, `take(step)` when it is due.
 
-    A plan depends on the step and on the coverage curves given to `prepare`, on nothing else; a resumed run
-    that prepares with the same curves gets the same plan.
+    A plan depends on the step and on the inputs given to `prepare`, on nothing else; a resumed run that prepares
+    with the same inputs gets the same plan.
     """
 
-    def __init__(self, plan: Callable[[int, CoverageCurves], StepPlan]) -> None:
+    def __init__(self, plan: Callable[[int, Inputs], StepPlan]) -> None:
         self._plan = plan
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
         self._pending: tuple[int, Future[tuple[StepPlan, float]]] | None = None
 
-    def prepare(self, step: int, curves: CoverageCurves) -> None:
-        self._pending = (step, self._worker.submit(self._timed, step, curves))
+    def prepare(self, step: int, inputs: Inputs) -> None:
+        self._pending = (step, self._worker.submit(self._timed, step, inputs))
 
     def take(self, step: int) -> tuple[StepPlan, float]:
         """The prepared plan, and the milliseconds that making it took."""
@@ -85,9 +86,9 @@ class PlanAhead:
             raise RuntimeError(f"no plan was prepared for step {step}")
         return self._pending[1].result()
 
-    def _timed(self, step: int, curves: CoverageCurves) -> tuple[StepPlan, float]:
+    def _timed(self, step: int, inputs: Inputs) -> tuple[StepPlan, float]:
         begin = time.perf_counter()
-        plan = self._plan(step, curves)
+        plan = self._plan(step, inputs)
         return plan, (time.perf_counter() - begin) * 1e3
 
     def close(self) -> None:

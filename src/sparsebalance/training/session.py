@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sparsebalance.planning.budgets import Anchor
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.pipeline import PipelineModel
 from sparsebalance.planning.plan import StepPlan, Topology
 from sparsebalance.planning.policy import Policy, named_policy
+from sparsebalance.planning.simulator import Network
 from sparsebalance.planning.table import Identity, LatencyTable
+from sparsebalance.planning.table_file import check_same_identity, load_table
 from sparsebalance.profiling.measure import Progress, measure
+from sparsebalance.profiling.network import measure_network
 from sparsebalance.training import token_cache
 from sparsebalance.training.config import DataConfig, RunConfig, check_config
 from sparsebalance.training.data import TokenisedDataset, load_examples
 from sparsebalance.training.engine import Engine, RankResult
+from sparsebalance.training.memory import check_memory
 from sparsebalance.training.model import build_model, decoder_config, identity_of
 from sparsebalance.training.parallel import FlatGradients, Ranks
 from sparsebalance.training.sampler import GlobalBatches
@@ -47,22 +52,34 @@ class Session:
     def topology(self) -> Topology:
         return Topology(dp=self.ranks.world)
 
-    def latency_table(self, progress: Progress | None = None) -> LatencyTable:
-        """The configured table, checked; or one measured now, on all ranks at once as they will run."""
+    def pipeline(self, table: LatencyTable) -> PipelineModel:
+        """What a step costs besides its micro-batches: the gradient all-reduce."""
+        megabytes = self.gradients.buffer.numel() * self.gradients.buffer.element_size() / 1e6
+        reduce_ms = table.network.all_reduce.ms(megabytes) if table.network and self.ranks.world > 1 else 0.0
+        return PipelineModel(network=Network(all_reduce_ms=reduce_ms))
+
+    def latency_table(self, progress: Progress | None = None) -> tuple[LatencyTable, tuple[float, ...]]:
+        """The configured table, checked; or one measured now, on all ranks at once as they will run.
+
+        Returns:
+            The table, and how much slower each rank is than it says: all 1 for a configured table.
+        """
         path = self.config.balance.table
         if path is not None:
-            table = LatencyTable.load(path)
-            table.check_matches(self.identity)
-            return table
+            table = load_table(path)
+            check_same_identity(table.identity, self.identity)
+            return table, (1.0,) * self.ranks.world
         measured = measure(
             self.engine.model,
             self.identity,
             max_length=max(sample.length for sample in self.batches.samples),
             max_budget=2 * self.config.attention.budget,
+            limit_s=self.config.balance.measure_s,
             progress=progress,
+            gather=self.ranks.gather,
         )
         self.gradients.zero()
-        return LatencyTable.mean(self.ranks.gather(measured.table))
+        return replace(measured.table, network=measure_network(self.ranks)), measured.rank_factors
 
     def run(self, plan: StepPlan, where: str, probe_rows: int = 0) -> tuple[RankResult, float, float]:
         """This rank's part of a plan and the gradient all-reduce.
@@ -157,9 +174,10 @@ def preflight(config: RunConfig, policies: Sequence[str]) -> None:
     tokenizer = read_tokenizer(config.data.tokenizer)
     decoder = decoder_config(config.model, len(tokenizer), config.data.max_length)
     if config.balance.table is not None:
-        LatencyTable.load(config.balance.table).check_matches(identity_of(decoder, config))
+        check_same_identity(load_table(config.balance.table).identity, identity_of(decoder, config))
     data, _ = read_data(config.data)
-    _batches(config, data)
+    batches = _batches(config, data)
+    check_memory(config, identity_of(decoder, config), batches.samples)
 
 
 def open_session(config: RunConfig, ranks: Ranks) -> Session:

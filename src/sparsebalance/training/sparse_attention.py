@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from sparsebalance.attention.clock import TermClock
 from sparsebalance.attention.cpu import attend
 from sparsebalance.attention.interface import BlockSelection, PackedLayout, budget_per_segment
 from sparsebalance.attention.moba import MoBARouter
@@ -40,6 +41,7 @@ class SparseContext:
             checkpointing attends the same blocks.
         probe_rows: queries per segment on which coverage is measured; 0 measures nothing.
         probes: layer -> one probe per segment, filled while running.
+        clock: collects how long routing, attention and probing take.
     """
 
     layout: PackedLayout
@@ -48,19 +50,22 @@ class SparseContext:
     keep_selections: bool = False
     probe_rows: int = 0
     probes: dict[int, list[CoverageProbe]] = field(default_factory=dict)
+    clock: TermClock = field(default_factory=TermClock)
     _selections: dict[int, BlockSelection] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]."""
         selection = self._selections.get(layer)
         if selection is None:
-            budget = budget_per_segment(self.budgets[layer], self.layout)
-            selection = self.router.select(self.router.score(q, k, self.layout), budget)
+            with self.clock.measure("router"):
+                budget = budget_per_segment(self.budgets[layer], self.layout)
+                selection = self.router.select(self.router.score(q, k, self.layout), budget)
             if self.keep_selections:
                 self._selections[layer] = selection
             if self.probe_rows:
-                self.probes[layer] = probe_coverage(q, k, self.layout, self.router, self.probe_rows, scale)
-        return attend(q, k, v, selection, self.layout, scale)[0]
+                with self.clock.measure("probe"):
+                    self.probes[layer] = probe_coverage(q, k, self.layout, self.router, self.probe_rows, scale)
+        return attend(q, k, v, selection, self.layout, scale, self.clock)[0]
 
 
 def activate(model: PreTrainedModel, block_size: int, budget: int, granularity: Granularity) -> None:

@@ -12,18 +12,22 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator, plan_coverage
+from sparsebalance.planning.correction import Correction
+from sparsebalance.planning.coverage import plan_coverage
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import StepPlan
 from sparsebalance.planning.policy import plan_step
 from sparsebalance.planning.simulator import imbalance
 from sparsebalance.planning.table import LatencyTable
+from sparsebalance.planning.table_file import check_same_identity, load_table, save_table
 from sparsebalance.profiling.measure import Progress
 from sparsebalance.training import checkpoint
 from sparsebalance.training.config import OptimizerConfig, RunConfig
-from sparsebalance.training.engine import Probes, RankResult, merged
+from sparsebalance.training.engine import RankResult, merged
+from sparsebalance.training.feedback import Feedback, Learner
 from sparsebalance.training.metrics import MetricsFile, StepRecord
 from sparsebalance.training.parallel import Ranks
+from sparsebalance.training.records import worker_records
 from sparsebalance.training.sampler import PlanAhead
 from sparsebalance.training.session import Session, configured_policy, open_session
 
@@ -54,21 +58,20 @@ def train(
         announce(note)
     model, gradients = session.engine.model, session.gradients
     optimizer = make_optimizer(model, config.optimizer)
-    estimator = CoverageEstimator(config.attention.block_size)
-    first = 0
-    next_curves = estimator.curves()
+    table, rank_factors = _table_of_run(session, resume, on_measure)
+    learner = Learner(table, Correction(rank_factors), config.balance.correction)
+    first, feedback = 0, learner.feedback()
     found = checkpoint.start_from(config.out, resume)
     if found is not None:
         state = checkpoint.load(found, ranks, model, optimizer)
         first = state["step"]
-        estimator.load_state_dict(state["estimator"])
-        next_curves = CoverageCurves.from_state_dict(state["next_curves"])
-    table = _table_of_run(session, resume, on_measure)
-    policy = configured_policy(config, config.balance.policy)
+        learner.load_state_dict(state["learner"])
+        feedback = Feedback.from_state_dict(state["next_feedback"])
+    policy, pipeline = configured_policy(config, config.balance.policy), session.pipeline(table)
 
-    def make_plan(step: int, curves: CoverageCurves) -> StepPlan:
+    def make_plan(step: int, known: Feedback) -> StepPlan:
         samples = session.batches.at(step)
-        plan = plan_step(samples, table, session.topology, policy, curves)
+        plan = plan_step(samples, learner.corrected(known), session.topology, policy, known.curves, pipeline)
         plan.validate(samples, config.balance.token_cap)
         return plan
 
@@ -76,21 +79,21 @@ def train(
     metrics = MetricsFile(config.out / "metrics.jsonl", ranks.is_first, first)
     records = []
     try:
-        planner.prepare(first, next_curves)
+        planner.prepare(first, feedback)
         for step in range(first, config.steps):
             plan, planning_ms = planner.take(step)
-            next_curves = estimator.curves()  # step + 1 is planned before this step's coverage is known
-            if step + 1 < config.steps:
-                planner.prepare(step + 1, next_curves)
+            planned_with, feedback = feedback, learner.feedback()
+            if step + 1 < config.steps:  # it is planned before this step's times and coverage are known
+                planner.prepare(step + 1, feedback)
             session.check_same_plan(plan)
-            result, step_ms = run_plan(session, plan, step)
-            record = finish_step(session, optimizer, estimator, step, plan, result, step_ms, planning_ms)
+            measured = run_plan(session, plan, step)
+            record = finish_step(session, optimizer, learner, step, plan, planned_with, measured, planning_ms)
             metrics.write(asdict(record))
             records.append(record)
             on_step(record)
             done = step + 1
             if done == config.steps or (config.checkpoint_every and done % config.checkpoint_every == 0):
-                state = {"estimator": estimator.state_dict(), "next_curves": next_curves.state_dict()}
+                state = {"learner": learner.state_dict(), "next_feedback": feedback.state_dict()}
                 checkpoint.save(config.out, ranks, done, model, optimizer, state, config.keep_last)
     finally:
         planner.close()
@@ -99,30 +102,27 @@ def train(
     return records
 
 
-def run_plan(session: Session, plan: StepPlan, step: int) -> tuple[RankResult, float]:
-    """Forward, backward and gradient all-reduce of this rank's units; the result, and the rank's milliseconds."""
+def run_plan(session: Session, plan: StepPlan, step: int) -> tuple[RankResult, float, float]:
+    """Forward, backward and gradient all-reduce of this rank's units; see `Session.run`."""
     attention = session.config.attention
     probing = attention.probe_every and step % attention.probe_every == 0
-    result, step_ms, _ = session.run(plan, f"step {step}", attention.probe_rows if probing else 0)
-    return result, step_ms
+    return session.run(plan, f"step {step}", attention.probe_rows if probing else 0)
 
 
 def finish_step(
     session: Session,
     optimizer: torch.optim.Optimizer,
-    estimator: CoverageEstimator,
+    learner: Learner,
     step: int,
     plan: StepPlan,
-    result: RankResult,
-    step_ms: float,
+    planned_with: Feedback,
+    measured: tuple[RankResult, float, float],
     planning_ms: float,
 ) -> StepRecord:
-    """Optimiser update, then everything measured on all ranks: estimator and metrics see the same on each."""
+    """Optimiser update, then everything measured on all ranks: learner and metrics see the same on each."""
     norm = session.gradients.clip(session.config.optimizer.clip_norm)
-    loss_parts, busy, times, probes = zip(
-        *session.ranks.gather((result.loss, result.busy_ms, step_ms, result.probes)), strict=True
-    )
-    loss = sum(loss_parts)
+    results, times, reduce_ms = zip(*session.ranks.gather(measured), strict=True)
+    loss, busy = sum(result.loss for result in results), [result.busy_ms for result in results]
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise InputError(
             f"step {step}: loss {loss}, gradient norm {norm}; no update was made. "
@@ -130,17 +130,19 @@ def finish_step(
         )
     rate = learning_rate(session.config.optimizer, step, session.config.steps)
     update(optimizer, rate)
-    learn_coverage(estimator, plan, merged(probes))
-    curves = estimator.curves()
+    learner.learn_coverage(plan, merged(result.probes for result in results))
+    learner.learn_times([list(zip(units, result.units)) for units, result in zip(plan.ranks, results)])
+    curves, correction = learner.feedback().curves, planned_with.correction
     return StepRecord(
         step=step,
+        policy=plan.policy,
         loss=loss,
         grad_norm=norm,
         learning_rate=rate,
         tokens=sum(unit.tokens for unit in plan.micro_batches),
         targets=plan.targets,
         step_ms=max(times),
-        rank_busy_ms=list(busy),
+        rank_busy_ms=busy,
         imbalance_rank=imbalance([[ms] for ms in busy]).rank,
         predicted_step_ms=plan.predicted_step_ms,
         planning_ms=planning_ms,
@@ -149,14 +151,10 @@ def finish_step(
         coverage=float(plan_coverage(plan, lambda s, layer, k: curves.coverage(layer, s.end, np.array([k]))[0]))
         if curves.values
         else None,
+        rank_factors=list(correction.ranks),
+        term_factors=dict(correction.terms),
+        workers=worker_records(plan, learner.corrected(planned_with), results, reduce_ms),
     )
-
-
-def learn_coverage(estimator: CoverageEstimator, plan: StepPlan, probes: Probes) -> None:
-    """Feed measured coverage to the estimator, in an order that is the same on every rank."""
-    lengths = {s.sample: s.sample_length for unit in plan.micro_batches for s in unit.segments}
-    for (sample, layer), probe in sorted(probes.items()):
-        estimator.update(layer, lengths[sample], probe.router)
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -185,14 +183,17 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
     optimizer.step()
 
 
-def _table_of_run(session: Session, resume: bool, on_measure: Progress | None) -> LatencyTable:
-    """The run's latency table, kept beside its checkpoints: a resumed run must plan with the same one."""
+def _table_of_run(
+    session: Session, resume: bool, on_measure: Progress | None
+) -> tuple[LatencyTable, tuple[float, ...]]:
+    """The run's latency table, kept beside its checkpoints (a resumed run must plan with the same one), and how
+    much slower each rank is; a checkpoint knows better."""
     path = session.config.out / "latency_table.json"
     if resume and path.is_file():
-        table = LatencyTable.load(path)
-        table.check_matches(session.identity)
-        return table
-    table = session.latency_table(on_measure)
+        table = load_table(path)
+        check_same_identity(table.identity, session.identity)
+        return table, (1.0,) * session.ranks.world
+    table, factors = session.latency_table(on_measure)
     if session.ranks.is_first:
-        table.save(path)
-    return table
+        save_table(table, path)
+    return table, factors

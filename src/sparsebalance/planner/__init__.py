@@ -1,0 +1,1 @@
+"""What will a step cost, before anything is rented: scenarios, forecasts, sweeps."""

@@ -1,0 +1,188 @@
+"""`sparsebalance plan`: read, forecast, show, recommend."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from sparsebalance.planner.config import PlanConfig
+from sparsebalance.planner.forecast import (
+    Batches,
+    Forecast,
+    Recommendation,
+    check_static,
+    forecast,
+    global_batches,
+    recommend,
+    variants_of,
+)
+from sparsebalance.planner.scenario import Scenario
+from sparsebalance.planner.sweep import sweep
+from sparsebalance.planning.decoder import named_decoder
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.hardware import named_device
+from sparsebalance.planning.lengths import Lengths, read_lengths
+from sparsebalance.planning.plan import Topology
+from sparsebalance.planning.table_file import load_table
+from sparsebalance.reporting.plan.console import print_choices, print_forecast
+from sparsebalance.reporting.plan.page import write_plan_page, write_sweep_page
+from sparsebalance.reporting.plan.trace import write_plan_trace
+from sparsebalance.reporting.progress import follow, progress_bars
+
+SCHEMA = 1
+UNIT_SIZES = (2048, 4096, 8192, 16384)  # tokens, tried by "auto" besides whole samples
+STEPS, SWEEP_STEPS = 24, 12
+CHOOSING_STEPS = 6  # global batches on which the unit size is chosen
+
+
+def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
+    """Returns the JSON-compatible result.
+
+    Raises:
+        InputError: lengths, model, device, table or topology that cannot be used; nothing is written then.
+    """
+    _check_outputs(config)
+    scenario = scenario_of(config, config.sweep)
+    lengths = read_lengths(config.lengths, column=config.column, limit=config.limit)
+    return _sweep(config, scenario, lengths, console) if config.sweep else _forecast(config, scenario, lengths, console)
+
+
+def scenario_of(config: PlanConfig, sweeping: bool = False) -> Scenario:
+    """Raises:
+    InputError: see `Scenario`; or a topology without meaning.
+    """
+    table = load_table(config.table) if config.table is not None else None
+    identity = table.identity if table is not None else None
+    # A sweep replaces the topology; one that cannot be must not stop it.
+    topology = Topology() if sweeping else Topology(config.dp, config.pp, config.tp, config.sp)
+    return Scenario(
+        decoder=identity.decoder if identity else named_decoder(config.model),
+        device=None if table is not None else named_device(config.device),
+        topology=topology,
+        block_size=identity.block_size if identity else config.block_size,
+        budget=config.budget,
+        granularity=identity.granularity if identity else config.granularity,
+        schedule=config.schedule,
+        dtype=identity.dtype if identity else config.dtype,  # type: ignore[arg-type]
+        checkpointing=identity.checkpointing if identity else config.checkpointing,
+        zero=config.zero,
+        table=table,
+    )
+
+
+def _check_outputs(config: PlanConfig) -> None:
+    if config.steps is not None and config.steps < 1:
+        raise InputError(f"steps is {config.steps}, but at least one global batch must be simulated")
+    if config.sweep and config.trace is not None:
+        raise InputError("--trace shows one plan, and --sweep makes many; choose one of the two")
+    for path in (config.html, config.trace):
+        if path is not None and path.is_dir():
+            raise InputError(f"{path} is a directory; give the name of a file to write")
+
+
+def _batch_size(config: PlanConfig, dp: int) -> int:
+    return config.batch_size or max(16, 4 * dp)
+
+
+def _unit_sizes(config: PlanConfig, block_size: int) -> list[int | None]:
+    if config.unit_size == "whole":
+        return [None]
+    if config.unit_size == "auto":
+        return [None, *(size for size in UNIT_SIZES if size % block_size == 0)]
+    return [int(config.unit_size)]
+
+
+def _forecast(config: PlanConfig, scenario: Scenario, lengths: Lengths, console: Console) -> dict[str, Any]:
+    dp = scenario.topology.dp
+    batch_size = _batch_size(config, dp)
+    batches = global_batches(lengths, batch_size, dp, config.steps or STEPS, config.seed)
+    token_cap = config.token_cap or int(lengths.values.max())
+    check_static(scenario)
+    with progress_bars(console) as progress:
+        size = _best_unit_size(config, scenario, batches, token_cap)
+        variants = variants_of(scenario, config.policies, [size])
+        result = forecast(batches, variants, token_cap, follow(progress, "simulating steps") or (lambda *_: None))
+    advice = recommend(result.rows, scenario.capacity_mb)
+    settings = _settings(config, scenario, lengths, batch_size, len(batches))
+    print_forecast(console, settings, result, advice)
+    _write(config, settings, result, advice, lengths, console)
+    return {
+        "schema": SCHEMA,
+        "settings": settings,
+        "rows": [{**asdict(row), "name": row.name, "kind": "simulated"} for row in result.rows],
+        "best_baseline": result.best_baseline,
+        "bound_ms": result.bound_ms,
+        "recommendation": {"name": advice.row.name, "reason": advice.reason},
+    }
+
+
+def _best_unit_size(config: PlanConfig, scenario: Scenario, batches: Batches, token_cap: int) -> int | None:
+    """Of those to try, the one under which `sab` is fastest on a few batches, and fits if any does."""
+    sizes = _unit_sizes(config, scenario.block_size)
+    if len(sizes) == 1:
+        return sizes[0]
+    rows = forecast(batches[:CHOOSING_STEPS], variants_of(scenario, ["sab"], sizes), token_cap).rows[1:]
+    return min(rows, key=lambda row: (row.fits is False, row.step_ms)).unit_size
+
+
+def _write(
+    config: PlanConfig,
+    settings: dict[str, Any],
+    result: Forecast,
+    advice: Recommendation,
+    lengths: Lengths,
+    console: Console,
+) -> None:
+    if config.html is not None:
+        write_plan_page(config.html, settings, result, advice, lengths.values.tolist())
+        console.print(f"page: {config.html}")
+    if config.trace is not None:
+        write_plan_trace(config.trace, settings, result, advice)
+        console.print(f"trace: {config.trace} (open it in ui.perfetto.dev)")
+
+
+def _sweep(config: PlanConfig, scenario: Scenario, lengths: Lengths, console: Console) -> dict[str, Any]:
+    devices = config.devices or config.dp * config.pp * config.tp * config.sp
+    batch_size = _batch_size(config, 1)
+    sizes, steps = _unit_sizes(config, scenario.block_size), config.steps or SWEEP_STEPS
+    with progress_bars(console) as progress:
+        watch = follow(progress, "simulating topologies") or (lambda *_: None)
+        choices = sweep(lengths, scenario, devices, batch_size, steps, sizes, config.seed, watch)
+    settings = {**_settings(config, scenario, lengths, batch_size, steps), "devices": devices}
+    print_choices(console, settings, choices)
+    if config.html is not None:
+        write_sweep_page(config.html, settings, choices)
+        console.print(f"page: {config.html}")
+    return {
+        "schema": SCHEMA,
+        "settings": settings,
+        "choices": [
+            {**asdict(choice), "name": choice.row.name if choice.row else None, "kind": "simulated"}
+            for choice in choices
+        ],
+    }
+
+
+def _settings(config: PlanConfig, scenario: Scenario, lengths: Lengths, batch_size: int, steps: int) -> dict[str, Any]:
+    return {
+        "lengths": lengths.source,
+        "provenance": lengths.provenance,
+        "samples": len(lengths.values),
+        "batches": len(lengths.values) // batch_size,
+        "model": str(config.table or config.model),
+        "source": scenario.source,
+        "topology": asdict(scenario.topology),
+        "block_size": scenario.block_size,
+        "budget": scenario.budget,
+        "granularity": scenario.granularity,
+        "dtype": scenario.dtype,
+        "checkpointing": scenario.checkpointing,
+        "zero": scenario.zero,
+        "schedule": scenario.schedule,
+        "batch_size": batch_size,
+        "steps": steps,
+        "capacity_mb": scenario.capacity_mb,
+        "seed": config.seed,
+    }

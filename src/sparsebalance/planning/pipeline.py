@@ -1,0 +1,163 @@
+"""A step plan as pipelines: what every unit costs on every stage, and the schedule that a stage follows.
+
+In: units per rank, a latency model, the topology, optionally a memory model. Out: `Pipeline`s and their simulated
+`Timeline`. Layers are shared out evenly over the stages; the head runs on the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.latency import Floats, LatencyModel
+from sparsebalance.planning.list_schedule import zero_bubble
+from sparsebalance.planning.memory import MemoryModel, StageLayers
+from sparsebalance.planning.plan import MicroBatch, Topology, chain_lengths
+from sparsebalance.planning.schedule import Schedule, gpipe, interleaved, one_forward_one_backward
+from sparsebalance.planning.simulator import Network, Pipeline, StageCosts, simulate
+from sparsebalance.planning.timeline import Timeline
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+VIRTUAL_STAGES = 2  # of each worker under the interleaved schedule
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """Everything besides time per unit that the simulated step depends on.
+
+    Attributes:
+        schedule: what each stage's action list is made by.
+        network: transfers between stages, and the gradient all-reduce.
+        memory: sizes of activations; None leaves memory out.
+    """
+
+    schedule: ScheduleName = "1f1b"
+    network: Network = field(default_factory=Network)
+    memory: MemoryModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in get_args(ScheduleName):
+            raise InputError(f"schedule is {self.schedule!r}; choose one of {', '.join(get_args(ScheduleName))}")
+
+    def stages(self, topology: Topology) -> int:
+        """Stages of the model, several on one worker under the interleaved schedule."""
+        return topology.pp * (VIRTUAL_STAGES if self.schedule == "interleaved" and topology.pp > 1 else 1)
+
+
+def split_layers(layers: int, stages: int) -> tuple[StageLayers, ...]:
+    """Layers shared out evenly, the earlier stages taking one more; embedding first, head last.
+
+    Raises:
+        InputError: more stages than layers.
+    """
+    if stages > layers:
+        raise InputError(f"{stages} pipeline stages for {layers} layers; a stage needs at least one layer")
+    whole, rest = divmod(layers, stages)
+    return tuple(StageLayers(whole + (s < rest), s == 0, s == stages - 1) for s in range(stages))
+
+
+def simulate_plan(
+    ranks: Sequence[Sequence[MicroBatch]], model: LatencyModel, topology: Topology, pipeline: PipelineModel
+) -> Timeline:
+    """The step's timeline.
+
+    Raises:
+        InputError: more stages than layers; or chunked samples under the interleaved schedule.
+    """
+    stages = split_layers(model.layers, pipeline.stages(topology))
+    pipelines = [_one_rank(units, model, model.rank_factor(rank), stages, pipeline) for rank, units in enumerate(ranks)]
+    return simulate(pipelines, pipeline.network)
+
+
+def _one_rank(
+    units: Sequence[MicroBatch],
+    model: LatencyModel,
+    factor: float,
+    stages: tuple[StageLayers, ...],
+    pipeline: PipelineModel,
+) -> Pipeline:
+    chains = chain_lengths([unit.segments for unit in units])
+    costs = stage_costs(units, chains, model, factor, stages, pipeline.memory)
+    memory = pipeline.memory
+    tokens = np.array([unit.tokens for unit in units], dtype=np.float64)
+    unit_mb = tokens * (memory.decoder.hidden * memory.dtype_bytes / 1e6 / (memory.tp * memory.sp) if memory else 0.0)
+    network = pipeline.network
+    transfer_ms = (network.latency_ms + unit_mb * network.ms_per_mb).tolist()
+    schedule = _schedule(pipeline.schedule, chains, costs, transfer_ms)
+    return Pipeline(schedule, chains, costs, unit_mb)
+
+
+def _schedule(name: ScheduleName, chains: tuple[int, ...], costs: StageCosts, transfer_ms: list[float]) -> Schedule:
+    if name == "zero_bubble" and costs.stages > 1:
+        return zero_bubble(chains, costs, transfer_ms)
+    if name == "gpipe":
+        return gpipe(chains, costs.stages)
+    if name == "interleaved" and costs.stages > 1:
+        if max(chains) > 1:
+            raise InputError("the interleaved schedule does not run samples in chunks; choose 1f1b or zero_bubble")
+        return interleaved(sum(chains), costs.stages // VIRTUAL_STAGES, VIRTUAL_STAGES)
+    return one_forward_one_backward(chains, costs.stages)
+
+
+def stage_costs(
+    units: Sequence[MicroBatch],
+    chains: Sequence[int],
+    model: LatencyModel,
+    factor: float,
+    stages: Sequence[StageLayers],
+    memory: MemoryModel | None = None,
+) -> StageCosts:
+    """Milliseconds and megabytes of every unit on every stage.
+
+    Half of the linear layers' and the head's backward is taken as weight gradients (of the two products in the
+    backward of a matrix product, one is); attention has no weights of its own.
+
+    Args:
+        chains: see `chain_lengths`. factor: how much slower this rank is than the model says.
+    """
+    terms = [model.terms(unit.segments, unit.budgets) for unit in units]
+    names = ("linear", "router", "attend", "head")
+    forward = {name: np.array([getattr(t, name).forward_ms for t in terms]) * factor for name in names}
+    backward = {name: np.array([getattr(t, name).backward_ms for t in terms]) * factor for name in names}
+    layers = np.array([stage.layers for stage in stages]) / model.layers
+    linear = np.repeat(layers[:, None], len(units), axis=1)
+    attention = _attention_shares(units, model, stages, linear)
+    head = np.array([[float(stage.head)] for stage in stages])
+    weight_ms = (linear * backward["linear"] + head * backward["head"]) / 2
+    costs = StageCosts(
+        forward_ms=linear * forward["linear"]
+        + attention * (forward["router"] + forward["attend"])
+        + head * forward["head"],
+        input_ms=weight_ms + attention * (backward["router"] + backward["attend"]),
+        weight_ms=weight_ms,
+    )
+    if memory is None:
+        return costs
+    tokens = np.array([unit.tokens for unit in units], dtype=np.float64)
+    counts = [stage.layers for stage in stages]
+    chunked = np.repeat([length > 1 for length in chains], chains)
+    return replace(
+        costs,
+        activation_mb=np.array([memory.activations_mb(1.0, n) for n in counts])[:, None] * tokens,
+        state_mb=np.array([memory.state_mb(1.0, n) for n in counts])[:, None] * np.where(chunked, tokens, 0.0),
+    )
+
+
+def _attention_shares(
+    units: Sequence[MicroBatch], model: LatencyModel, stages: Sequence[StageLayers], linear: Floats
+) -> Floats:
+    """[stages, units]: the part of a unit's attention that a stage runs; by layers where all have one budget."""
+    shares = linear.copy()
+    edges = np.cumsum([0, *(stage.layers for stage in stages)])
+    for column, unit in enumerate(units):
+        if unit.segments and len(set(unit.budgets)) > 1:
+            distinct = sorted(set(unit.budgets))
+            ms = dict(zip(distinct, model.attention_ms(unit.segments, np.array(distinct)).tolist()))
+            by_layer = np.array([ms[budget] for budget in unit.budgets])
+            shares[:, column] = [by_layer[a:b].sum() / by_layer.sum() for a, b in itertools.pairwise(edges)]
+    return shares

@@ -1,0 +1,4 @@
+"""Planned versus actual: what a training run's plans predicted, what happened, and why the two differ.
+
+In: metrics.jsonl of a run. Out: a page, a trace, a table on the terminal, and the figures behind them.
+"""
