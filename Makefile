@@ -32,6 +32,8 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py --json benchmarks/results/attention.json
 	$(BIN)/python benchmarks/predictor.py --json benchmarks/results/predictor.json
+	$(BIN)/python benchmarks/planner.py --json benchmarks/results/planner.json
+	$(BIN)/python benchmarks/correction.py --json benchmarks/results/correction.json
 	$(BIN)/python benchmarks/comparison.py --json benchmarks/results/comparison.json
 	$(BIN)/python benchmarks/readme.py
 

@@ -1,4 +1,4 @@
-"""Writes the README's tables from the committed results, so that no figure there is typed by hand.
+"""Writes the README's measured parts from the committed results, so that no figure there is typed by hand.
 
 python benchmarks/readme.py
 """
@@ -47,8 +47,8 @@ def comparison() -> str:
         f"{machine['instructions']}), {result['date'][:10]}; speed-ups are total time per target token trained, their "
         f"spread that of the steps' ratios. \\* fastest baseline. Strict policies' losses differ by at most "
         f"{checks['strict_loss_rel_diff_max']:.0e}, gradient norms by {checks['strict_grad_norm_rel_diff_max']:.0e} "
-        f"(relative). The predictor's mean absolute error over all micro-batches is {predictor['heldout_mape']:.1%}, "
-        f"{predictor['heldout_mape_at_step_speed']:.1%} at the speed that the shared machine had in each step. "
+        f"(relative). Predicted step times are off by {predictor['step_error_median']:.1%} (median), and "
+        f"{predictor['pairs_in_order']} of {predictor['pairs']} pairs of policies are in the predicted order. "
         f"`dst` pays for its speed with coverage ({rows['dst']['coverage']:.3f} against "
         f"{rows['random']['coverage']:.3f}); `sab_dst` does not ({rows['sab_dst']['coverage']:.3f}). "
         "Reproduce: `python benchmarks/comparison.py`.",
@@ -79,9 +79,59 @@ def attention() -> str:
     return "\n".join(lines)
 
 
+def plan() -> str:
+    """One call of the planner with what it printed."""
+    result: dict[str, Any] = json.loads((RESULTS / "planner.json").read_text())
+    timed = next(row for row in result["rows"] if row.get("what") == "plan 10,000 samples")
+    return "\n".join(
+        [
+            "```",
+            f"$ {result['command']}",
+            result["output"],
+            "```",
+            "",
+            f"Simulated, with analytic times ({result['date'][:10]}); planning 10,000 samples at DP4 PP4 took "
+            f"{timed['ms'] / 1e3:.1f} s on one core of {result['machine']['cpu']}.",
+        ]
+    )
+
+
+def predictor() -> str:
+    """How wrong the table is on micro-batches that it has no point for."""
+    result: dict[str, Any] = json.loads((RESULTS / "predictor.json").read_text())
+    slowest = max(result["rows"], key=lambda row: row["measured_ms"])
+    table, machine = result["table"], result["machine"]
+    return (
+        f"  Measured: {result['heldout_mape']:.1%} mean absolute error over {len(result['rows'])} whole micro-batches "
+        f"of a {result['layers']}-layer decoder that the table has no point for ({result['heldout_mape_raw']:.1%} "
+        f"before the machine's drift is taken out), {abs(slowest['error']):.1%} on the slowest; "
+        f"{table['processes']} process(es), {table['seconds']:.0f} s on {machine['cpu']} "
+        f"({machine['instructions']}), {result['date'][:10]}."
+    )
+
+
+def correction() -> str:
+    """One rank slowed down, with and without correction."""
+    result: dict[str, Any] = json.loads((RESULTS / "correction.json").read_text())
+    on, off = sorted(result["rows"], key=lambda row: not row["correction"])
+    return (
+        f"  Measured: one of two ranks made about 1.5x slower by a busy loop on its core. Slowest rank / mean, "
+        f"medians: {on['imbalance_before']:.2f} before, {on['imbalance_first_5_after']:.2f} in the first steps after, "
+        f"{on['imbalance_after_20']:.2f} from 20 steps on; without correction {off['imbalance_after_20']:.2f}. "
+        f"The step takes {on['step_ms_after_20'] / off['step_ms_after_20']:.0%} of the uncorrected one's time."
+    )
+
+
 def filled(text: str) -> str:
-    """The README with both tables as the results say."""
-    for name, make in (("comparison", comparison), ("attention", attention)):
+    """The README with all generated parts as the results say."""
+    makers = {
+        "comparison": comparison,
+        "plan": plan,
+        "predictor": predictor,
+        "correction": correction,
+        "attention": attention,
+    }
+    for name, make in makers.items():
         text, count = re.subn(
             rf"<!-- {name} -->\n.*?<!-- end -->",
             lambda _, name=name, make=make: f"<!-- {name} -->\n{make()}\n<!-- end -->",
@@ -89,11 +139,11 @@ def filled(text: str) -> str:
             flags=re.DOTALL,
         )
         if count != 1:
-            raise SystemExit(f"README.md must have the marks of the {name} table once, found {count}")
+            raise SystemExit(f"README.md must have the marks of {name} once, found {count}")
     return text
 
 
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text()))
-    print(f"tables written: {readme}")
+    print(f"written: {readme}")

@@ -53,28 +53,47 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
+    """A step's record without what clocks said."""
+    workers = [[{**unit, "measured": None} for unit in worker["units"]] for worker in line["workers"]]
+    timed = {"step_ms", "rank_busy_ms", "imbalance_rank", "planning_ms"}
+    return {**{k: v for k, v in line.items() if k not in timed}, "workers": workers}
+
+
 def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
-    """Rank 1 is killed in step 3 of 4, after the checkpoint of step 2: then on, and the same as never stopped."""
-    killed = start(tmp_path, fault="kill:1:3")
+    """Rank 1 is killed in step 3 of 4, after the checkpoint of step 2: then on, and the same as never stopped.
+
+    Online correction is off: with it, plans depend on measured times.
+    """
+    repeatable = {"correction": False}
+    killed = start(tmp_path, fault="kill:1:3", balance=repeatable)
     assert killed.returncode == 1
     assert "error: rank 1 failed: it was ended by signal 9; all ranks were stopped" in killed.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
-    resumed = start(tmp_path, "--resume")
+    resumed = start(tmp_path, "--resume", balance=repeatable)
     assert resumed.returncode == 0, resumed.stderr
     table = tmp_path / "run" / "latency_table.json"
-    straight = start(tmp_path, out=str(tmp_path / "straight"), balance={"table": str(table)})
+    straight = start(tmp_path, out=str(tmp_path / "straight"), balance={"table": str(table), **repeatable})
     assert straight.returncode == 0, straight.stderr
 
-    timed = {"step_ms", "rank_busy_ms", "imbalance_rank", "planning_ms"}
-    found, expected = (
-        [{k: v for k, v in line.items() if k not in timed} for line in metrics(tmp_path / name)]
-        for name in ("run", "straight")
-    )
+    found, expected = ([untimed(line) for line in metrics(tmp_path / name)] for name in ("run", "straight"))
     assert found == expected
     assert {line["mean_budget"] for line in expected} != {3.0}  # tuning was at work
     a, b = (tmp_path / name / "checkpoint-4" / "model.safetensors" for name in ("run", "straight"))
     assert a.read_bytes() == b.read_bytes()
     assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+
+
+def test_a_corrected_run_resumes_with_what_it_had_learned(tmp_path: Path) -> None:
+    assert start(tmp_path, steps=2).returncode == 0
+    assert start(tmp_path, "--resume", steps=4).returncode == 0
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer.json").read_text())
+    # Step 2 was planned while step 1 ran: with the factors known after step 0, from the checkpoint.
+    assert lines[2]["term_factors"] != dict.fromkeys(lines[2]["term_factors"], 1.0)
+    assert lines[3]["rank_factors"] != lines[2]["rank_factors"]
+    assert set(state["learner"]["correction"]["terms"]) == {"linear", "router", "attend", "head"}
 
 
 def test_a_rank_that_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_tables_are_the_committed_results() -> None:
     assert tables().filled(README) == README
 
 
-@pytest.mark.parametrize("name", ["attention", "predictor", "comparison"])
+@pytest.mark.parametrize("name", ["attention", "predictor", "planner", "correction", "comparison"])
 def test_results_have_the_common_form(name: str) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert {"schema", "machine", "date", "rows"} <= set(result)
@@ -65,7 +65,7 @@ def test_paths_and_commands_exist() -> None:
         assert (ROOT / path).exists(), path
     for path in re.findall(r"(?:examples|benchmarks)/[\w/.]+\.(?:yaml|py|json)", README):
         assert (ROOT / path).exists(), path
-    for command in re.findall(r"sparsebalance (data stats|\w+)", "\n".join(blocks("bash"))):
+    for command in re.findall(r"sparsebalance (data stats|table \w+|\w+)", "\n".join(blocks("bash"))):
         assert f"  {command}" in USAGE
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"make (\w+)", README)) <= targets

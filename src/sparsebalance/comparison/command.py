@@ -16,7 +16,15 @@ import torch
 from rich.console import Console
 
 from sparsebalance.comparison.run import run_comparison
-from sparsebalance.comparison.summary import SCHEMA, Checks, check_strict, summarise, unit_errors
+from sparsebalance.comparison.summary import (
+    SCHEMA,
+    Checks,
+    check_strict,
+    in_order,
+    slowest_unit_error,
+    summarise,
+    unit_errors,
+)
 from sparsebalance.planning.errors import CheckFailed, InputError
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.planning.table_file import save_table
@@ -74,6 +82,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
     checks = check_strict(records, names[0], tuned)
     policies, best = summarise(records, names, tuned)
     error, error_at_step_speed = unit_errors(records)
+    ordered, pairs = in_order(policies, records)
     summary = {
         "schema": SCHEMA,
         "machine": _machine(config, ranks),
@@ -86,6 +95,9 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
             "heldout_mape": error,
             "heldout_mape_at_step_speed": error_at_step_speed,
             "step_error_median": float(np.median([p["predictor_error"] for p in policies.values()])),
+            "slowest_unit_error": slowest_unit_error(records),
+            "pairs_in_order": ordered,
+            "pairs": pairs,
         },
         "checks": checks.record(),
         "data": _data(session),

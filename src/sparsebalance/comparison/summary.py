@@ -110,6 +110,25 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
     return summary, best
 
 
+def in_order(policies: dict[str, Record], records: Sequence[Record], apart: float = 0.02) -> tuple[int, int]:
+    """Pairs of policies that the prediction puts in the measured order, of those at least `apart` in total time."""
+    measured = {name: sum(r["policies"][name]["step_ms"] for r in records) for name in policies}
+    predicted = {name: sum(r["policies"][name]["predicted_step_ms"] for r in records) for name in policies}
+    pairs = [(a, b) for a in policies for b in policies if measured[a] < measured[b] * (1 - apart)]
+    return sum(predicted[a] < predicted[b] for a, b in pairs), len(pairs)
+
+
+def slowest_unit_error(records: Sequence[Record]) -> float:
+    """Median absolute relative error over the slowest micro-batch of every plan that ran."""
+    errors = []
+    for record in records:
+        for policy in record["policies"].values():
+            units = [unit for rank in policy["units"] for unit in rank]
+            slowest = max(units, key=lambda unit: unit["forward_ms"] + unit["backward_ms"])
+            errors.append(abs(slowest["predicted_ms"] / (slowest["forward_ms"] + slowest["backward_ms"]) - 1))
+    return float(np.median(errors))
+
+
 def unit_errors(records: Sequence[Record]) -> tuple[float, float]:
     """Mean absolute relative error of the predicted latency over every micro-batch that ran.
 

@@ -103,6 +103,7 @@ class LatencyTable(FromTerms):
     call_ms: fixed (router, forward, backward) milliseconds of one attention layer's call.
     residual: relative standard deviation of measured over predicted whole micro-batches, of those measured.
     network: costs of the process group; None where the table was measured by one process.
+    dense: one layer of dense causal attention over sample length, for comparison; no prediction uses it.
     """
 
     identity: Identity
@@ -113,6 +114,7 @@ class LatencyTable(FromTerms):
     call_ms: tuple[float, float, float]
     residual: float = 0.0
     network: NetworkCosts | None = None
+    dense: tuple[LinePoint, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: what was derived from them is made again on the other side."""
@@ -228,6 +230,23 @@ class LatencyTable(FromTerms):
     @cached_property
     def _lengths(self) -> list[float]:
         return [math.log(length) for length, _, _ in self._rows]
+
+    def crossover(self, budget: int) -> int | None:
+        """Tokens from which on block-sparse attention at `budget` is faster than dense, between the lengths that
+        were measured dense; None where it is nowhere, the first of them where it always is."""
+        faster = None
+        for length in np.unique(np.geomspace(self.dense[0].count, self.dense[-1].count, 200).astype(int)).tolist():
+            sparse = float(self.attention_ms([Segment(0, 0, length, length, 0)], np.array([budget]))[0])
+            if sparse > self._dense_ms(length):
+                faster = None
+            elif faster is None:
+                faster = length
+        return faster
+
+    def _dense_ms(self, length: int) -> float:
+        """Forward + backward of one layer, between the measured lengths linear in the logarithms."""
+        counts, times = [p.count for p in self.dense], [p.forward_ms + p.backward_ms for p in self.dense]
+        return float(np.exp(np.interp(math.log(length), np.log(counts), np.log(times))))
 
     def predict(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Prediction:
         """`terms` with an error estimate, and whether anything was extrapolated."""

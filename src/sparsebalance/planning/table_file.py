@@ -80,6 +80,7 @@ def _table(record: dict[str, Any]) -> LatencyTable:
         head=tuple(LinePoint(**point) for point in record["head"]),
         call_ms=(float(router), float(forward), float(backward)),
         residual=float(record["residual"]),
+        dense=tuple(LinePoint(**point) for point in record["dense"]),
         network=None
         if network is None
         else NetworkCosts(LinkCost(**network["point_to_point"]), LinkCost(**network["all_reduce"]), network["ranks"]),
@@ -87,7 +88,7 @@ def _table(record: dict[str, Any]) -> LatencyTable:
 
 
 def _check_points(table: LatencyTable, path: Path) -> None:
-    lines: tuple[LinePoint, ...] = (*table.linear, *table.head)
+    lines: tuple[LinePoint, ...] = (*table.linear, *table.head, *table.dense)
     times = [t for p in table.attention for t in (p.router_ms, p.forward_ms, p.backward_ms)]
     times += [t for p in lines for t in (p.forward_ms, p.backward_ms)]
     others = [*table.call_ms, table.residual, *(p.spread for p in table.attention), *(p.spread for p in lines)]
@@ -98,7 +99,7 @@ def _check_points(table: LatencyTable, path: Path) -> None:
         raise InputError(f"latency table {path} holds a time that is not above 0; measure it again")
     if not all(math.isfinite(x) and x >= 0 for x in others):
         raise InputError(f"latency table {path} holds a fixed cost or spread below 0; measure it again")
-    for points in (table.linear, table.head):
+    for points in (table.linear, table.head, table.dense):
         if any(a.count >= b.count for a, b in itertools.pairwise(points)):
             raise InputError(f"latency table {path} holds counts that do not rise; measure it again")
 
@@ -122,6 +123,7 @@ def merge_tables(tables: Sequence[LatencyTable]) -> LatencyTable:
         attention=tuple(attention),
         linear=tuple(_union([point for table in tables for point in table.linear])),
         head=tuple(_union([point for table in tables for point in table.head])),
+        dense=tuple(_union([point for table in tables for point in table.dense])),
         call_ms=(router, forward, backward),
         residual=float(np.sqrt(np.mean([table.residual**2 for table in tables]))),
         network=networks[0] if networks else None,

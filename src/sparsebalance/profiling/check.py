@@ -21,7 +21,9 @@ from sparsebalance.profiling.points import Work, work_of
 class CheckPoint:
     """One held-out micro-batch: forward + backward milliseconds of the whole model.
 
-    `error_ms` is the table's own estimate of its standard error.
+    Attributes:
+        predicted_ms, error_ms: of the table, with its own estimate of its standard error.
+        measured_ms: at the machine's usual speed, as the table is. raw_ms: as the clock had it.
     """
 
     lengths: tuple[int, ...]
@@ -29,6 +31,7 @@ class CheckPoint:
     predicted_ms: float
     error_ms: float
     measured_ms: float
+    raw_ms: float
 
     @property
     def error(self) -> float:
@@ -38,6 +41,11 @@ class CheckPoint:
 
 def mean_absolute_error(points: Sequence[CheckPoint]) -> float:
     return statistics.fmean(abs(point.error) for point in points)
+
+
+def raw_error(points: Sequence[CheckPoint]) -> float:
+    """Mean absolute error against times that the machine's drift is not taken out of."""
+    return statistics.fmean(abs(point.predicted_ms / point.raw_ms - 1) for point in points)
 
 
 def share_within(points: Sequence[CheckPoint], deviations: float) -> float:
@@ -69,9 +77,10 @@ def held_out_work(identity: Identity, max_length: int, max_budget: int, count: i
 def check_points(measurement: Measurement, works: Sequence[Work]) -> list[CheckPoint]:
     """Predictions of the table beside the times measured with it."""
     points = []
-    for (unit, _), measured_ms in zip(works, measurement.held_out_ms, strict=True):
+    times = zip(measurement.held_out_ms, measurement.held_out_raw_ms, strict=True)
+    for (unit, _), (measured_ms, raw_ms) in zip(works, times, strict=True):
         prediction = measurement.table.predict(unit.segments, unit.budgets)
         lengths = tuple(segment.tokens for segment in unit.segments)
         predicted_ms = prediction.terms.latency.total_ms
-        points.append(CheckPoint(lengths, unit.budgets[0], predicted_ms, prediction.error_ms, measured_ms))
+        points.append(CheckPoint(lengths, unit.budgets[0], predicted_ms, prediction.error_ms, measured_ms, raw_ms))
     return points

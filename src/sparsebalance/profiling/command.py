@@ -14,7 +14,15 @@ from rich.table import Table
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.planning.table_file import compare_tables, load_table, merge_tables, save_table
-from sparsebalance.profiling.check import CheckPoint, check_points, held_out_work, mean_absolute_error, share_within
+from sparsebalance.profiling.check import (
+    CheckPoint,
+    check_points,
+    held_out_work,
+    mean_absolute_error,
+    raw_error,
+    share_within,
+)
+from sparsebalance.profiling.dense import measure_dense
 from sparsebalance.profiling.measure import measure
 from sparsebalance.profiling.network import measure_network
 from sparsebalance.reporting.progress import follow, progress_bars
@@ -53,7 +61,10 @@ def profile(config: RunConfig, ranks: Ranks, path: Path, check: bool, console: C
             held_out=works,
             gather=ranks.gather,
         )
-    table, points = replace(measurement.table, network=measure_network(ranks)), check_points(measurement, works)
+    table, points = (
+        replace(measurement.table, network=measure_network(ranks), dense=measure_dense(identity, longest)),
+        check_points(measurement, works),
+    )
     if not ranks.is_first:
         return None
     save_table(table, path)
@@ -66,6 +77,7 @@ def profile(config: RunConfig, ranks: Ranks, path: Path, check: bool, console: C
     if points:
         _print_check(console, points)
         result["heldout_mape"] = mean_absolute_error(points)
+        result["heldout_mape_raw"] = raw_error(points)
         result["heldout"] = [{**vars(point), "error": point.error} for point in points]
     console.print(f"table: {path}")
     return result
@@ -97,11 +109,17 @@ def print_latency_table(console: Console, table: LatencyTable) -> None:
     shown.add_column("tokens", justify="right")
     for budget in budgets:
         shown.add_column(f"k = {budget}", justify="right")
+    shown.add_column("dense", justify="right")
     times = {(p.length, p.budget): p.router_ms + p.forward_ms + p.backward_ms for p in table.attention}
+    dense = {point.count: point.forward_ms + point.backward_ms for point in table.dense}
     for length in sorted({point.length for point in table.attention}):
-        cells = [times.get((length, budget)) for budget in budgets]
+        cells = [*(times.get((length, budget)) for budget in budgets), dense.get(length)]
         shown.add_row(f"{length:,}", *("" if ms is None else f"{ms:.2f}" for ms in cells))
     console.print(shown)
+    if table.dense:
+        found = {budget: table.crossover(budget) for budget in budgets}
+        told = ", ".join(f"k = {k}: {'nowhere' if n is None else f'{n:,}'}" for k, n in found.items())
+        console.print(f"faster than dense attention from so many tokens on (up to {table.dense[-1].count:,}): {told}")
     longest = table.linear[-1]
     console.print(
         f"everything else: {(longest.forward_ms + longest.backward_ms) / longest.count * 1e3:.1f} us a token "
@@ -131,7 +149,8 @@ def _print_check(console: Console, points: list[CheckPoint]) -> None:
     console.print(shown)
     slowest = max(points, key=lambda point: point.measured_ms)
     console.print(
-        f"mean absolute error {mean_absolute_error(points):.1%} over {len(points)} micro-batches, "
+        f"mean absolute error {mean_absolute_error(points):.1%} over {len(points)} micro-batches at the machine's "
+        f"usual speed ({raw_error(points):.1%} as the clock had it), "
         f"{abs(slowest.error):.1%} on the slowest; {share_within(points, 2):.0%} within two of the table's own "
         "standard errors"
     )

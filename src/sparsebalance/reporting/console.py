@@ -73,7 +73,9 @@ def comparison_notes(summary: Record) -> list[str]:
         f"norm by {checks['strict_grad_norm_rel_diff_max']:.1e} (relative; limits {checks['loss_limit']:.0e} and "
         f"{checks['grad_norm_limit']:.0e}): {'passed' if checks['passed'] else 'FAILED'}.",
         f"Predictor: mean absolute error {predictor['heldout_mape']:.1%} over all micro-batches "
-        f"({predictor['heldout_mape_at_step_speed']:.1%} at the machine's speed in each step), median step error "
-        f"{predictor['step_error_median']:.1%}; routing per {settings['granularity']}, "
+        f"({predictor['heldout_mape_at_step_speed']:.1%} at the machine's speed in each step), median "
+        f"{predictor['slowest_unit_error']:.1%} on the slowest of a plan, {predictor['step_error_median']:.1%} on step "
+        f"times; {predictor['pairs_in_order']} of {predictor['pairs']} pairs of policies in the measured order; "
+        f"routing per {settings['granularity']}, "
         f"default budget {settings['budget']} blocks of {settings['block_size']}.",
     ]

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
+from sparsebalance.reporting.planned.command import write_run_trace
 from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.training import checkpoint
 from sparsebalance.training.config import DataConfig, RunConfig
@@ -49,6 +50,7 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
     if not records:
         console.print(f"nothing to do: {config.out} is at step {config.steps}")
         return {"steps": 0, "out": str(config.out)}
+    trace = write_run_trace(config.out)
     last = records[-1]
     result = {
         "steps": len(records),
@@ -62,6 +64,7 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
         f"{len(records)} steps, loss {last.loss:.4f}, median {result['step_ms']:.0f} ms a step, "
         f"slowest rank / mean {result['imbalance_rank']:.3f}; checkpoint and metrics in {config.out}"
     )
+    console.print(f"planned and actual: {trace} (ui.perfetto.dev), or the page: sparsebalance report {config.out}")
     return result
 
 

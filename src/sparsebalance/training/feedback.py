@@ -42,11 +42,11 @@ class Learner:
         """Args:
         model: uncorrected.
         correction: to start from.
-        correcting: whether measured times change it.
+        correcting: whether measured times change it; where they may not, all factors stay 1.
         """
         self.model = model
         self._estimator = CoverageEstimator(model.block_size)
-        self._correction = correction
+        self._correction = correction if correcting else Correction((1.0,) * len(correction.ranks))
         self._correcting = correcting
 
     def feedback(self) -> Feedback:

@@ -63,6 +63,17 @@ def write_planned_trace(path: Path, steps: Sequence[Record]) -> None:
     write_trace(path, _parsed(steps))
 
 
+def write_run_trace(run: Path) -> Path:
+    """RUN/trace.json from RUN/metrics.jsonl; every training run ends with it.
+
+    Raises:
+        InputError: see `report`.
+    """
+    steps, _ = read_run(run)
+    write_trace(run / "trace.json", steps)
+    return run / "trace.json"
+
+
 def _parsed(records: Sequence[Record]) -> list[Step]:
     if not records:
         raise InputError("there are no step records to report; run at least one step")
