@@ -34,7 +34,7 @@ def test_a_dry_run_tries_the_largest_units_and_writes_nothing(
     assert result["static_measured_mb"] is not None
     units = result["units"]
     assert 1 <= len(units) <= 3
-    assert [unit["tokens"] for unit in units] == sorted((unit["tokens"] for unit in units), reverse=True)
+    assert [unit["predicted_mb"] for unit in units] == sorted((unit["predicted_mb"] for unit in units), reverse=True)
     assert any(len(unit["samples"]) > 1 for unit in units) == packed
     for unit in units:
         assert unit["tokens"] <= 1024
@@ -51,7 +51,7 @@ def test_more_steps_cannot_have_a_smaller_largest_unit(tmp_path: Path, capsys: p
         assert main([*arguments, "--steps", steps]) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["steps_planned"] == int(steps)
-        largest.append(result["units"][0]["tokens"])
+        largest.append(result["units"][0]["predicted_mb"])
     assert largest[1] >= largest[0]
 
 

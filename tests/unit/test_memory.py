@@ -77,8 +77,8 @@ def test_zero_spreads_the_optimizer_alone_and_tensor_ranks_spread_everything() -
 
 def test_activations_by_hand() -> None:
     """Per token and layer: 6 x 8 hidden, 2 x 4 x 2 query and output, 2 x 2 x 2 key and value, 4 x 16 feed-forward;
-    and per head 3 block indices of 8 bytes and a 4-byte log-sum-exp."""
-    selection = 4 * (3 * 8 + 4)
+    and per head 3 block indices of 8 bytes, a third more with tiles' empty places, and a 4-byte log-sum-exp."""
+    selection = 4 * (4 / 3 * 3 * 8 + 4)
     assert model().activations_mb(100, 2) == pytest.approx(100 * 2 * ((48 + 16 + 8 + 64) * 4 + selection) / MB)
     # One choice for a block of 4 queries.
     shared = model(granularity="block").activations_mb(100, 2)
@@ -87,7 +87,7 @@ def test_activations_by_hand() -> None:
 
 def test_checkpointing_keeps_the_layers_inputs_and_computes_one_layer_again() -> None:
     plain, lean = model(), model(checkpointing=True)
-    selection = 4 * (3 * 8 + 4)
+    selection = 4 * (4 / 3 * 3 * 8 + 4)
     assert lean.activations_mb(100, 4) == pytest.approx(100 * 4 * (8 * 4 + selection) / MB)
     assert lean.activations_mb(100, 4) < plain.activations_mb(100, 4)
     again = lean.working_mb(100) - plain.working_mb(100)
@@ -119,7 +119,7 @@ def test_a_single_unit_needs_the_larger_of_head_and_working_memory() -> None:
         parts = model().single_unit(tokens, targets, stage)
         most = max(model().working_mb(tokens), model().head_mb(targets))
         static = sum(model().static(stage))
-        assert parts.total == pytest.approx(static + model().activations_mb(tokens, 4) + most)
+        assert parts.total == pytest.approx(static + model().activations_mb(tokens, 4, head=True) + most)
         assert all(mb >= 0 for mb in vars(parts).values())
     assert model().single_unit(2, 2, replace(stage, head=False)).head == 0.0
 
@@ -163,7 +163,8 @@ def kept_and_predicted(granularity: Granularity, checkpointing: bool, layers: in
                 keep(value)
     decoder = decoder_from_config(network.config.to_dict(), "tiny")
     formula = MemoryModel(decoder, 4, granularity, 3, "float32", checkpointing)
-    return sum(storage.nbytes() for storage in kept.values()) / MB, formula.activations_mb(tokens, layers)
+    predicted = formula.activations_mb(tokens, layers, head=True)
+    return sum(storage.nbytes() for storage in kept.values()) / MB, predicted
 
 
 @pytest.mark.parametrize("tokens", [64, 480])
@@ -176,9 +177,8 @@ def test_activations_are_what_autograd_keeps(granularity: Granularity, tokens: i
 @pytest.mark.parametrize("tokens", [64, 480])
 @pytest.mark.parametrize("granularity", ["token", "block"])
 def test_checkpointed_activations_are_what_autograd_and_the_context_keep(granularity: Granularity, tokens: int) -> None:
-    """With enough layers: the input of the last norm and its result, which no layer owns, are left out."""
     kept, predicted = kept_and_predicted(granularity, True, layers=8, tokens=tokens)
-    assert predicted == pytest.approx(kept, rel=0.25)
+    assert predicted == pytest.approx(kept, rel=0.15)
     assert kept < kept_and_predicted(granularity, False, layers=8, tokens=tokens)[0] / 3
 
 
@@ -206,7 +206,7 @@ def test_the_longest_sample_must_fit_and_the_error_names_the_way_out() -> None:
 def test_tuning_may_raise_the_budget_and_memory_is_checked_for_that() -> None:
     most = run_config(balance=BalanceConfig(max_budget=3))
     usual = unit_memory(run_config(), IDENTITY, 100, 0).activations  # up to 4 x 3 blocks
-    assert usual - unit_memory(most, IDENTITY, 100, 0).activations == pytest.approx(100 * 4 * 4 * 8 * 9 / MB)
+    assert usual - unit_memory(most, IDENTITY, 100, 0).activations == pytest.approx(100 * 4 * 4 * 8 * 9 * 4 / 3 / MB)
 
 
 def test_available_memory_is_as_configured_or_what_the_host_has_free_shared_out(
@@ -230,8 +230,18 @@ def test_the_largest_units_come_first_one_of_each_size() -> None:
 
     units = [planned(0, 5), planned(1, 9), planned(2, 9), planned(3, 9, 4), planned(4, 7)]
     units.append(MicroBatch((), (3,), Latency(0.0, 0.0)))
-    assert [(u.tokens, u.targets) for u in largest_units(units, 3)] == [(9, 4), (9, 1), (7, 1)]
-    assert len(largest_units(units, 10)) == 4
+    config = run_config()
+    assert [(u.tokens, u.targets) for u in largest_units(config, IDENTITY, units, 3)] == [(9, 4), (9, 1), (7, 1)]
+    assert len(largest_units(config, IDENTITY, units, 10)) == 4
+
+
+def test_a_shorter_unit_with_many_targets_can_be_the_largest() -> None:
+    units = [
+        MicroBatch((Segment(i, 0, tokens, tokens, targets),), (3,), Latency(0.0, 0.0))
+        for i, (tokens, targets) in enumerate([(12, 0), (9, 9)])
+    ]
+    many = replace(IDENTITY, decoder=replace(IDENTITY.decoder, vocabulary=100_000))
+    assert largest_units(run_config(), many, units, 1)[0].targets == 9
 
 
 def test_parts_are_described_the_largest_first_without_empty_ones() -> None:

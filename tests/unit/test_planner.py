@@ -235,7 +235,6 @@ def test_policies_that_do_not_pack_reach_the_bound_on_one_device() -> None:
     assert [row.busy_fraction for row in result.rows] == pytest.approx([1.0] * 3)
 
 
-@pytest.mark.xfail(strict=True, reason="the bound is the work of `random`, whose units pay more fixed costs")
 def test_packing_does_not_pass_the_bound() -> None:
     """Packs save fixed costs of micro-batches, which the bound may then not count."""
     result = forecast_of(scenario(), sizes=(None,))
@@ -387,7 +386,8 @@ def test_every_topology_appears_once(devices: int) -> None:
 
 def swept(placed: Scenario, batch_size: int = 8, **changes: Any) -> list[Choice]:
     arguments = {"devices": 8, "steps": 2, "unit_sizes": (None, 256), "seed": 0, **changes}
-    return sweep(heavy_tail(24), placed, batch_size=batch_size, **arguments)
+    token_cap = int(heavy_tail(24).values.max())
+    return sweep(heavy_tail(24), placed, batch_size=batch_size, token_cap=token_cap, **arguments)
 
 
 def skipped(choices: Sequence[Choice]) -> dict[Topology, str]:
@@ -444,7 +444,7 @@ def test_topologies_without_enough_memory_are_skipped_before_they_are_simulated(
     with pytest.raises(InputError, match="weights, gradients and optimiser alone need"):
         check_static(scenario(dp=8, device=tight))
     check_static(scenario(dp=8))
-    with pytest.raises(InputError, match="none of 20 topologies of 8 devices can be used: "):
+    with pytest.raises(InputError, match="none of 20 topologies of 8 devices can be used; 15 of them because weights"):
         swept(scenario(device=replace(slow_device(), memory_gb=1e-6)))
 
 
@@ -574,8 +574,8 @@ def test_people_get_a_table(lengths_file: Path, capsys: pytest.CaptureFixture[st
         (None, ["--model", "smollm2-135"], "did you mean 'smollm2-135m'?"),
         (None, ["--device", "h210"], "no device is called 'h210'"),
         (None, ["--table", "none.json"], "no latency table at none.json"),
-        (None, ["--steps", "0"], "steps is 0, but at least one global batch"),
-        (None, ["--dp", "0"], "topology: dp is 0"),
+        (None, ["--steps", "0"], "steps is 0, but it must be at least 1"),
+        (None, ["--dp", "0"], "dp is 0, but it must be at least 1"),
         (None, ["--dp", "8", "--batch-size", "7"], "a global batch of 7 samples cannot feed dp 8"),
         (None, ["--dp", "16"], "has 40 samples, fewer than one global batch of 64"),
         (None, ["--limit", "9"], "has 9 samples, fewer than one global batch of 16"),
@@ -605,7 +605,6 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     assert [p.name for p in lengths_file.parent.iterdir()] == ["lengths.txt"]
 
 
-@pytest.mark.xfail(strict=True, reason="auto tries every size, and the first that cannot be ends the command")
 @pytest.mark.parametrize(
     "arguments",
     [["--dp", "2"], ["--dp", "2", "--pp", "2", "--schedule", "interleaved"], ["--sweep", "--devices", "4"]],
@@ -619,9 +618,6 @@ def test_automatic_unit_sizes_suit_the_samples_and_the_schedule(
     assert strict_json(capsys.readouterr().out)["schema"] == 1
 
 
-@pytest.mark.xfail(
-    strict=True, raises=(AssertionError, ValueError, ZeroDivisionError), reason="not checked, or 0 is taken as unset"
-)
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

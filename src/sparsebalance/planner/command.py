@@ -20,11 +20,13 @@ from sparsebalance.planner.forecast import (
 )
 from sparsebalance.planner.scenario import Scenario
 from sparsebalance.planner.sweep import sweep
+from sparsebalance.planning.batching import check_unit_size
 from sparsebalance.planning.decoder import named_decoder
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.hardware import named_device
 from sparsebalance.planning.lengths import Lengths, read_lengths
 from sparsebalance.planning.plan import Topology
+from sparsebalance.planning.policy import named_policy
 from sparsebalance.planning.table_file import load_table
 from sparsebalance.reporting.plan.console import print_choices, print_forecast
 from sparsebalance.reporting.plan.page import write_plan_page, write_sweep_page
@@ -43,7 +45,7 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     Raises:
         InputError: lengths, model, device, table or topology that cannot be used; nothing is written then.
     """
-    _check_outputs(config)
+    _check(config)
     scenario = scenario_of(config, config.sweep)
     lengths = read_lengths(config.lengths, column=config.column, limit=config.limit)
     return _sweep(config, scenario, lengths, console) if config.sweep else _forecast(config, scenario, lengths, console)
@@ -72,9 +74,30 @@ def scenario_of(config: PlanConfig, sweeping: bool = False) -> Scenario:
     )
 
 
-def _check_outputs(config: PlanConfig) -> None:
-    if config.steps is not None and config.steps < 1:
-        raise InputError(f"steps is {config.steps}, but at least one global batch must be simulated")
+def _check(config: PlanConfig) -> None:
+    """What needs neither data nor model.
+
+    Raises:
+        InputError: a number out of range, an unknown policy, outputs that exclude each other or cannot be written.
+    """
+    at_least = {
+        "dp": (config.dp, 1),
+        "pp": (config.pp, 1),
+        "tp": (config.tp, 1),
+        "sp": (config.sp, 1),
+        "devices": (config.devices, 1),
+        "batch_size": (config.batch_size, 1),
+        "block_size": (config.block_size, 1),
+        "budget": (config.budget, 1),
+        "token_cap": (config.token_cap, 1),
+        "steps": (config.steps, 1),
+        "seed": (config.seed, 0),
+    }
+    for name, (value, limit) in at_least.items():
+        if value is not None and value < limit:
+            raise InputError(f"{name} is {value}, but it must be at least {limit}")
+    for name in config.policies:
+        named_policy(name, budget=config.budget, token_cap=1)
     if config.sweep and config.trace is not None:
         raise InputError("--trace shows one plan, and --sweep makes many; choose one of the two")
     for path in (config.html, config.trace):
@@ -86,19 +109,29 @@ def _batch_size(config: PlanConfig, dp: int) -> int:
     return config.batch_size or max(16, 4 * dp)
 
 
-def _unit_sizes(config: PlanConfig, block_size: int) -> list[int | None]:
-    if config.unit_size == "whole":
+def _token_cap(config: PlanConfig, lengths: Lengths) -> int:
+    return config.token_cap or int(lengths.values.max())
+
+
+def _unit_sizes(config: PlanConfig, block_size: int, token_cap: int) -> list[int | None]:
+    """Sizes to try for the units of `sab`; None is whole samples.
+
+    Raises:
+        InputError: a size that is no multiple of the block size, or over the cap.
+    """
+    if config.unit_size == "whole" or (config.unit_size == "auto" and config.schedule == "interleaved"):
         return [None]
     if config.unit_size == "auto":
-        return [None, *(size for size in UNIT_SIZES if size % block_size == 0)]
-    return [int(config.unit_size)]
+        return [None, *(size for size in UNIT_SIZES if size % block_size == 0 and size <= token_cap)]
+    check_unit_size(config.unit_size, block_size, token_cap)
+    return [config.unit_size]
 
 
 def _forecast(config: PlanConfig, scenario: Scenario, lengths: Lengths, console: Console) -> dict[str, Any]:
     dp = scenario.topology.dp
     batch_size = _batch_size(config, dp)
     batches = global_batches(lengths, batch_size, dp, config.steps or STEPS, config.seed)
-    token_cap = config.token_cap or int(lengths.values.max())
+    token_cap = _token_cap(config, lengths)
     check_static(scenario)
     with progress_bars(console) as progress:
         size = _best_unit_size(config, scenario, batches, token_cap)
@@ -120,7 +153,7 @@ def _forecast(config: PlanConfig, scenario: Scenario, lengths: Lengths, console:
 
 def _best_unit_size(config: PlanConfig, scenario: Scenario, batches: Batches, token_cap: int) -> int | None:
     """Of those to try, the one under which `sab` is fastest on a few batches, and fits if any does."""
-    sizes = _unit_sizes(config, scenario.block_size)
+    sizes = _unit_sizes(config, scenario.block_size, token_cap)
     if len(sizes) == 1:
         return sizes[0]
     rows = forecast(batches[:CHOOSING_STEPS], variants_of(scenario, ["sab"], sizes), token_cap).rows[1:]
@@ -146,10 +179,11 @@ def _write(
 def _sweep(config: PlanConfig, scenario: Scenario, lengths: Lengths, console: Console) -> dict[str, Any]:
     devices = config.devices or config.dp * config.pp * config.tp * config.sp
     batch_size = _batch_size(config, 1)
-    sizes, steps = _unit_sizes(config, scenario.block_size), config.steps or SWEEP_STEPS
+    token_cap, steps = _token_cap(config, lengths), config.steps or SWEEP_STEPS
+    sizes = _unit_sizes(config, scenario.block_size, token_cap)
     with progress_bars(console) as progress:
         watch = follow(progress, "simulating topologies") or (lambda *_: None)
-        choices = sweep(lengths, scenario, devices, batch_size, steps, sizes, config.seed, watch)
+        choices = sweep(lengths, scenario, devices, batch_size, steps, token_cap, sizes, config.seed, watch)
     settings = {**_settings(config, scenario, lengths, batch_size, steps), "devices": devices}
     print_choices(console, settings, choices)
     if config.html is not None:

@@ -5,6 +5,7 @@ In: sample lengths, a scenario whose topology is replaced, the number of devices
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,6 +64,7 @@ def sweep(
     devices: int,
     batch_size: int,
     steps: int,
+    token_cap: int,
     unit_sizes: Sequence[int | None],
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -73,19 +75,21 @@ def sweep(
         progress: called with (topologies so far, in all).
 
     Raises:
-        InputError: no topology can be used; names the reason of the last one.
+        InputError: no topology can be used; names the most frequent reason.
     """
     wanted = list(topologies(devices))
     batches = global_batches(lengths, batch_size, 1, steps, seed)
     tokens = sum(sample.length for batch in batches for sample in batch) / len(batches)
-    token_cap = int(lengths.values.max())
     choices = []
     for number, topology in enumerate(wanted):
         choices.append(_judge(scenario, topology, batches, batch_size, token_cap, unit_sizes, tokens / devices))
         progress(number + 1, len(wanted))
     found = [choice for choice in choices if choice.row is not None]
     if not found:
-        raise InputError(f"none of {len(choices)} topologies of {devices} devices can be used: {choices[-1].skipped}")
+        reason, count = Counter(choice.skipped for choice in choices).most_common(1)[0]
+        raise InputError(
+            f"none of {len(choices)} topologies of {devices} devices can be used; {count} of them because {reason}"
+        )
     return [replace(choice, pareto=_on_front(choice, found)) for choice in choices]
 
 

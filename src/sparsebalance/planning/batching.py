@@ -81,7 +81,7 @@ class SparsityAware:
         if size is None:
             check_cap(samples, token_cap)
         else:
-            _check_unit_size(size, model.block_size, token_cap)
+            check_unit_size(size, model.block_size, token_cap)
         pieces = [cut(sample, size, model.block_size) for sample in samples]
         shortest = [Segment.whole(min(samples, key=lambda sample: (sample.length, sample.id)))]
         alone = model.latency(shortest, budgets).total_ms
@@ -107,7 +107,10 @@ class SparsityAware:
 sab: Batching = SparsityAware()
 
 
-def _check_unit_size(size: int, block_size: int, token_cap: int) -> None:
+def check_unit_size(size: int, block_size: int, token_cap: int) -> None:
+    """Raises:
+    InputError: a unit size that is no multiple of the block size, or over the cap.
+    """
     if size < block_size or size % block_size:
         raise InputError(f"unit size {size} is no multiple of the block size {block_size}; chunks are whole blocks")
     if size > token_cap:

@@ -95,17 +95,19 @@ class MemoryModel:
         count = self.parameters(stage) / MB
         return count * self.dtype_bytes, count * self.gradient_bytes, count * self.optimizer_bytes / self.shards
 
-    def activations_mb(self, tokens: float, layers: int) -> float:
+    def activations_mb(self, tokens: float, layers: int, head: bool = False) -> float:
         """Kept from a unit's forward to its backward, on each of tp * sp devices.
 
         Per token and layer without checkpointing: six hidden-wide tensors (two norms' inputs and results, the
-        inputs of the two projections), query and output, key and value, four of the feed-forward's width.
+        inputs of the two projections), query and output, key and value, four of the feed-forward's width. The last
+        norm, before the head, keeps two hidden-wide ones more.
         """
         d = self.decoder
         if self.checkpointing:
             per_token = layers * (d.hidden * self.dtype_bytes + self._selection_bytes())
         else:
             per_token = layers * self._layer_bytes()
+        per_token += 2 * d.hidden * self.dtype_bytes if head else 0
         return tokens * per_token / (self.tp * self.sp) / MB
 
     def working_mb(self, tokens: float) -> float:
@@ -123,7 +125,8 @@ class MemoryModel:
     def _selection_bytes(self) -> int:
         """Of one token in one layer: the chosen blocks (8-byte indices) and the log-sum-exp."""
         heads = self.decoder.heads
-        chosen = self.budget / self.block_size if self.granularity == "block" else self.budget
+        # Under token routing, tiles of queries have empty places: about a third more than is chosen.
+        chosen = self.budget / self.block_size if self.granularity == "block" else self.budget * 4 / 3
         return round(heads * (8 * chosen + 4))
 
     def state_mb(self, tokens: float, layers: int) -> float:
@@ -142,7 +145,7 @@ class MemoryModel:
     def single_unit(self, tokens: float, targets: float, stage: StageLayers) -> MemoryParts:
         """Peak of a rank that has one unit alive at a time (no pipeline)."""
         weights, gradients, optimizer = self.static(stage)
-        activations = self.activations_mb(tokens, stage.layers)
+        activations = self.activations_mb(tokens, stage.layers, stage.head)
         # The head's buffers are gone when the layers' backward needs its own.
         working, head = self.working_mb(tokens), self.head_mb(targets) if stage.head else 0.0
         return MemoryParts(weights, gradients, optimizer, activations + working, 0.0, max(head - working, 0.0))

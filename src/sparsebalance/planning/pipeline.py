@@ -139,12 +139,11 @@ def stage_costs(
     if memory is None:
         return costs
     tokens = np.array([unit.tokens for unit in units], dtype=np.float64)
-    counts = [stage.layers for stage in stages]
     chunked = np.repeat([length > 1 for length in chains], chains)
     return replace(
         costs,
-        activation_mb=np.array([memory.activations_mb(1.0, n) for n in counts])[:, None] * tokens,
-        state_mb=np.array([memory.state_mb(1.0, n) for n in counts])[:, None] * np.where(chunked, tokens, 0.0),
+        activation_mb=np.array([memory.activations_mb(1.0, s.layers, s.head) for s in stages])[:, None] * tokens,
+        state_mb=np.array([memory.state_mb(1.0, s.layers) for s in stages])[:, None] * np.where(chunked, tokens, 0.0),
     )
 
 

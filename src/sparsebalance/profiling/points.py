@@ -167,10 +167,11 @@ def work_of(lengths: Sequence[int], budget: int, layers: int, vocabulary: int, t
 
 def _spread_out(targets: int, lengths: Sequence[int]) -> list[int]:
     """Targets per sample, as even as their lengths allow (a sample of n tokens has at most n - 1)."""
-    given, left = [], targets
-    for index, length in enumerate(lengths):
-        given.append(min(-(-left // (len(lengths) - index)), length - 1))
-        left -= given[-1]
+    given, left = [0] * len(lengths), targets
+    shortest_first = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for place, index in enumerate(shortest_first):
+        given[index] = min(-(-left // (len(lengths) - place)), lengths[index] - 1)
+        left -= given[index]
     return given
 
 

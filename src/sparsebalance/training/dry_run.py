@@ -96,7 +96,8 @@ def _planned_units(session: Session) -> tuple[list[MicroBatch], int]:
     model = RooflineModel(session.identity.decoder, named_device("h100"), session.identity.block_size)
     placed = [rule(session.batches.at(step), model, session.topology, budgets, cap) for step in range(steps)]
     units = [unit for placement in placed for rank in placement for unit in rank]
-    return largest_units([MicroBatch(unit, budgets, Latency(0.0, 0.0)) for unit in units], UNITS), steps
+    made = [MicroBatch(unit, budgets, Latency(0.0, 0.0)) for unit in units]
+    return largest_units(config, session.identity, made, UNITS), steps
 
 
 def _run(session: Session, unit: MicroBatch) -> dict[str, Any]:

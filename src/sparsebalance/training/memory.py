@@ -49,14 +49,16 @@ def available_mb(config: RunConfig) -> float | None:
 
 
 def check_memory(config: RunConfig, identity: Identity, samples: Sequence[Sample]) -> None:
-    """Samples are never cut, so the longest one always makes a micro-batch.
+    """Samples are never cut, so each makes at least a micro-batch of its own.
 
     Raises:
-        InputError: the micro-batch of the longest sample does not fit in a rank's memory.
+        InputError: the micro-batch of the sample that needs most does not fit in a rank's memory.
     """
     limit = available_mb(config)
-    longest = max(samples, key=lambda sample: (sample.length, -sample.id))
-    parts = unit_memory(config, identity, longest.length, longest.targets)
+    # Only long samples, or those with many targets, can be it: one for each of the two is enough to look at.
+    most = (max(samples, key=lambda s: (s.length, -s.id)), max(samples, key=lambda s: (s.targets, -s.id)))
+    needed = [unit_memory(config, identity, sample.length, sample.targets) for sample in most]
+    parts, longest = max(zip(needed, most), key=lambda pair: pair[0].total)
     if limit is not None and parts.total > limit:
         raise InputError(
             f"sample {longest.id} with {longest.length:,} tokens makes a micro-batch that needs about "
@@ -65,10 +67,11 @@ def check_memory(config: RunConfig, identity: Identity, samples: Sequence[Sample
         )
 
 
-def largest_units(units: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """The `count` micro-batches with the most tokens, the largest first, one of each size."""
+def largest_units(config: RunConfig, identity: Identity, units: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    """The `count` micro-batches that need most memory, the largest first, one of each size."""
     by_size = {(unit.tokens, unit.targets): unit for unit in units if unit.segments}
-    return [by_size[size] for size in sorted(by_size, reverse=True)[:count]]
+    needed = {size: unit_memory(config, identity, *size).total for size in by_size}
+    return [by_size[size] for size in sorted(by_size, key=lambda size: (needed[size], size), reverse=True)[:count]]
 
 
 def describe(parts: MemoryParts) -> str:
