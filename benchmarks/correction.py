@@ -41,11 +41,19 @@ def load(core: int, duty: float) -> None:
 
 
 def write_data(path: Path, samples: int) -> None:
-    """Texts of 200 to 4,000 words: long enough that samples differ, short enough for many steps."""
+    """Conversations of 100 to 2,000 words with short answers: samples differ, and a step takes about a second."""
     rng = np.random.default_rng(0)
     words = np.array(["the", "model", "reads", "a", "block", "of", "keys", "and", "waits", "for", "no", "rank"])
-    lengths = np.exp(rng.uniform(np.log(200), np.log(4000), samples)).astype(int)
-    path.write_text("".join(json.dumps({"text": " ".join(rng.choice(words, n))}) + "\n" for n in lengths))
+
+    def text(count: int) -> str:
+        return " ".join(rng.choice(words, count))
+
+    def row(count: int) -> str:
+        turns = [{"role": "user", "content": text(count)}, {"role": "assistant", "content": text(10)}]
+        return json.dumps({"messages": turns}) + "\n"
+
+    lengths = np.exp(rng.uniform(np.log(100), np.log(2000), samples)).astype(int).tolist()
+    path.write_text("".join(map(row, lengths)))
 
 
 def config(folder: Path, name: str, steps: int, table: Path | None, correction: bool) -> Path:

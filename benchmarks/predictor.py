@@ -46,6 +46,7 @@ def main() -> None:
             layers=LAYERS,
             heldout_mape=result["heldout_mape"],
             heldout_mape_raw=result["heldout_mape_raw"],
+            heldout_mape_attention=result["heldout_mape_attention"],
             table=result["provenance"],
         )
 

@@ -104,7 +104,8 @@ def predictor() -> str:
     return (
         f"  Measured: {result['heldout_mape']:.1%} mean absolute error over {len(result['rows'])} whole micro-batches "
         f"of a {result['layers']}-layer decoder that the table has no point for ({result['heldout_mape_raw']:.1%} "
-        f"before the machine's drift is taken out), {abs(slowest['error']):.1%} on the slowest; "
+        f"before the machine's drift is taken out), {abs(slowest['error']):.1%} on the slowest, "
+        f"{result['heldout_mape_attention']:.1%} for attention alone; "
         f"{table['processes']} process(es), {table['seconds']:.0f} s on {machine['cpu']} "
         f"({machine['instructions']}), {result['date'][:10]}."
     )

@@ -45,6 +45,7 @@ def made(policies: Sequence[str], sizes: Sequence[int | None], **config: Any) ->
         "provenance": "drawn at random",
         "samples": len(LENGTHS),
         "steps": 3,
+        "batches": len(LENGTHS) // 12,
         "batch_size": 12,
         "budget": 8,
         "block_size": 256,

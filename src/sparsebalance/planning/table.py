@@ -159,10 +159,10 @@ class LatencyTable(FromTerms):
 
         @lru_cache(maxsize=2**16)
         def segment_ms(start: int, end: int, budgets: tuple[int, ...]) -> Floats:
-            whole = np.stack([self._whole_ms(end, budget) for budget in budgets], axis=1)
+            allowed = np.minimum(budgets, key_blocks(end, self.block_size))
+            whole = self._whole_ms(end, allowed)
             if start:  # a chunk costs its own queries at the rate of its position
                 whole[0] *= _share(lambda a, b: router_scores(a, b, self.block_size, self._granularity), start, end)
-                allowed = np.minimum(budgets, key_blocks(end, self.block_size))
                 whole[1:] *= self._scores(start, end, allowed) / self._scores(0, end, allowed)
             return whole
 
@@ -175,48 +175,53 @@ class LatencyTable(FromTerms):
     def _scores(self, start: int, end: int, budgets: NDArray[np.int64]) -> Floats:
         return computed_scores(start, end, budgets, self.block_size, self._granularity)
 
-    def _whole_ms(self, length: int, budget: int) -> Floats:
-        """(router, forward, backward) of a whole sample: at the two nearest measured lengths, as rates per
-        score at the budget, then between them in the logarithm of the length."""
-        budget = min(budget, key_blocks(length, self.block_size))
+    def _whole_ms(self, length: int, budgets: NDArray[np.int64]) -> Floats:
+        """[3, budgets]: router, forward and backward of a whole sample, no budget above its number of blocks.
+
+        At the two nearest measured lengths, as rates per work at the budget, then between them in the logarithm
+        of the length.
+        """
+        choosing = (budgets > 1) & (budgets < key_blocks(length, self.block_size))
         low, weight = _place(self._lengths, length)
-        rates = (1 - weight) * self._log_rates(low, budget)
+        rates = (1 - weight) * self._log_rates(low, budgets, choosing)
         if weight:
-            rates = rates + weight * self._log_rates(low + 1, budget)
-        found: Floats = np.exp(rates) * self._work(length, budget)
+            rates = rates + weight * self._log_rates(low + 1, budgets, choosing)
+        found: Floats = np.exp(rates) * self._work(length, budgets)
         return found
 
-    def _work(self, length: int, budget: int) -> Floats:
-        """What (router, forward, backward) times are divided by: query blocks looked at, scores computed."""
-        scores = float(self._scores(0, length, np.array(budget)))
-        blocks = key_blocks(length, self.block_size)
-        return np.array([router_scores(0, length, self.block_size, self._granularity) + blocks, scores, scores])
+    def _work(self, length: int, budgets: NDArray[np.int64]) -> Floats:
+        """[3, budgets], what router, forward and backward times are divided by: query blocks looked at, scores."""
+        scores = self._scores(0, length, budgets)
+        looks = router_scores(0, length, self.block_size, self._granularity) + key_blocks(length, self.block_size)
+        return np.stack([np.full(len(budgets), looks), scores, scores])
 
-    def _log_rates(self, row: int, budget: int) -> Floats:
-        """log milliseconds per work at a measured length and any budget, log-linear between measured budgets.
+    def _log_rates(self, row: int, budgets: NDArray[np.int64], choosing: NDArray[np.bool_]) -> Floats:
+        """[3, budgets]: log milliseconds per work at a measured length, log-linear between measured budgets.
 
         Time is interpolated over scores (not the rate over the budget), so it rises with the budget wherever
-        the measured times do.
+        the measured times do. The router's time jumps where there is nothing to choose (the own block alone, or
+        all blocks): it is interpolated among points of the same kind, where the row has any.
         """
-        length, budgets, times = self._rows[row]
-        allowed = min(budget, key_blocks(length, self.block_size))
-        work = self._work(length, allowed)
-        right = min(max(int(np.searchsorted(budgets, allowed)), 1), len(budgets) - 1)
-        if len(budgets) == 1 or not budgets[0] < allowed < budgets[-1]:
-            nearest = 0 if allowed <= budgets[0] else len(budgets) - 1
-            edge: Floats = np.log(times[nearest]) - np.log(self._work(length, budgets[nearest]))
-            return edge
-        a, b = budgets[right - 1], budgets[right]
-        # The router's work does not depend on the budget: its time goes by the number of chosen blocks.
-        scores = [math.log(self._work(length, k)[1]) for k in (a, allowed, b)]
-        share = (scores[1] - scores[0]) / (scores[2] - scores[0])
-        logs = (1 - share) * np.log(times[right - 1]) + share * np.log(times[right])
-        found: Floats = logs - np.log(work)
-        return found
+        length, measured, times = self._rows[row]
+        blocks = key_blocks(length, self.block_size)
+        work = self._work(length, np.minimum(budgets, blocks))
+        nodes, wanted, logs = np.log(self._scores(0, length, measured)), np.log(work[1]), np.log(times)
+
+        def router(kind: NDArray[np.bool_]) -> Floats:
+            alike = kind if kind.any() else np.ones_like(kind)
+            found: Floats = np.interp(wanted, nodes[alike], logs[alike, 0])
+            return found
+
+        picks = (measured > 1) & (measured < blocks)
+        # Beyond the measured budgets attention goes on with its work, the router does not.
+        beyond = np.maximum(wanted - nodes[-1], 0.0) + np.minimum(wanted - nodes[0], 0.0)
+        attend = [np.interp(wanted, nodes, logs[:, side]) + beyond for side in (1, 2)]
+        rates: Floats = np.stack([np.where(choosing, router(picks), router(~picks)), *attend]) - np.log(work)
+        return rates
 
     @cached_property
-    def _rows(self) -> list[tuple[int, list[int], Floats]]:
-        """Per measured length: budgets, and times [budgets, 3] that never fall with the budget."""
+    def _rows(self) -> list[tuple[int, NDArray[np.int64], Floats]]:
+        """Per measured length: budgets, and times [budgets, 3]; those of attention never fall with the budget."""
         rows: dict[int, list[AttentionPoint]] = {}
         for point in self.attention:
             rows.setdefault(point.length, []).append(point)
@@ -224,7 +229,8 @@ class LatencyTable(FromTerms):
         for length in sorted(rows):
             points = sorted(rows[length], key=lambda point: point.budget)
             times = np.array([(p.router_ms, p.forward_ms, p.backward_ms) for p in points])
-            found.append((length, [p.budget for p in points], np.maximum.accumulate(times, axis=0)))
+            times[:, 1:] = np.maximum.accumulate(times[:, 1:], axis=0)
+            found.append((length, np.array([p.budget for p in points]), times))
         return found
 
     @cached_property
@@ -268,7 +274,7 @@ class LatencyTable(FromTerms):
 
     def _outside(self, segments: Sequence[Segment], budgets: Sequence[int]) -> tuple[str, ...]:
         blocks = [key_blocks(s.end, self.block_size) for s in segments]
-        largest = max(k for _, row, _ in self._rows for k in row)
+        largest = max(int(measured[-1]) for _, measured, _ in self._rows)
         checks = {
             "length": max(s.end for s in segments) > self._rows[-1][0],
             "budget": min(max(budgets), max(blocks)) > largest,
@@ -281,7 +287,8 @@ class LatencyTable(FromTerms):
         """Relative: the noise of the nearest points, and up to a quarter of how far rates differ around."""
         low, weight = _place(self._lengths, length)
         high = min(low + 1, len(self._rows) - 1)
-        rates = [float(np.logaddexp(*self._log_rates(row, budget)[1:])) for row in (low, high)]
+        at = [self._log_rates(row, np.array([budget]), np.array([True]))[1:, 0] for row in (low, high)]
+        rates = [float(np.logaddexp(*pair)) for pair in at]
         noise = [p.spread for p in self.attention if p.length in (self._rows[low][0], self._rows[high][0])]
         between = weight * (1 - weight) * abs(rates[1] - rates[0])
         return math.hypot(max(noise), between)

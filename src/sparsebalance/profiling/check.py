@@ -24,6 +24,7 @@ class CheckPoint:
     Attributes:
         predicted_ms, error_ms: of the table, with its own estimate of its standard error.
         measured_ms: at the machine's usual speed, as the table is. raw_ms: as the clock had it.
+        attention_error: relative error of router and attention alone, with sign.
     """
 
     lengths: tuple[int, ...]
@@ -32,6 +33,7 @@ class CheckPoint:
     error_ms: float
     measured_ms: float
     raw_ms: float
+    attention_error: float
 
     @property
     def error(self) -> float:
@@ -46,6 +48,11 @@ def mean_absolute_error(points: Sequence[CheckPoint]) -> float:
 def raw_error(points: Sequence[CheckPoint]) -> float:
     """Mean absolute error against times that the machine's drift is not taken out of."""
     return statistics.fmean(abs(point.predicted_ms / point.raw_ms - 1) for point in points)
+
+
+def attention_error(points: Sequence[CheckPoint]) -> float:
+    """Mean absolute error of router and attention alone."""
+    return statistics.fmean(abs(point.attention_error) for point in points)
 
 
 def share_within(points: Sequence[CheckPoint], deviations: float) -> float:
@@ -77,10 +84,22 @@ def held_out_work(identity: Identity, max_length: int, max_budget: int, count: i
 def check_points(measurement: Measurement, works: Sequence[Work]) -> list[CheckPoint]:
     """Predictions of the table beside the times measured with it."""
     points = []
-    times = zip(measurement.held_out_ms, measurement.held_out_raw_ms, strict=True)
-    for (unit, _), (measured_ms, raw_ms) in zip(works, times, strict=True):
-        prediction = measurement.table.predict(unit.segments, unit.budgets)
+    m = measurement
+    times = zip(m.held_out_ms, m.held_out_raw_ms, m.held_out_attention_ms, strict=True)
+    for (unit, _), (measured_ms, raw_ms, attention_ms) in zip(works, times, strict=True):
+        prediction = m.table.predict(unit.segments, unit.budgets)
+        attention = prediction.terms.router.total_ms + prediction.terms.attend.total_ms
         lengths = tuple(segment.tokens for segment in unit.segments)
         predicted_ms = prediction.terms.latency.total_ms
-        points.append(CheckPoint(lengths, unit.budgets[0], predicted_ms, prediction.error_ms, measured_ms, raw_ms))
+        points.append(
+            CheckPoint(
+                lengths,
+                unit.budgets[0],
+                predicted_ms,
+                prediction.error_ms,
+                measured_ms,
+                raw_ms,
+                attention / attention_ms - 1,
+            )
+        )
     return points

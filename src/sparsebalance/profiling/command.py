@@ -16,6 +16,7 @@ from sparsebalance.planning.table import LatencyTable
 from sparsebalance.planning.table_file import compare_tables, load_table, merge_tables, save_table
 from sparsebalance.profiling.check import (
     CheckPoint,
+    attention_error,
     check_points,
     held_out_work,
     mean_absolute_error,
@@ -78,6 +79,7 @@ def profile(config: RunConfig, ranks: Ranks, path: Path, check: bool, console: C
         _print_check(console, points)
         result["heldout_mape"] = mean_absolute_error(points)
         result["heldout_mape_raw"] = raw_error(points)
+        result["heldout_mape_attention"] = attention_error(points)
         result["heldout"] = [{**vars(point), "error": point.error} for point in points]
     console.print(f"table: {path}")
     return result
@@ -150,7 +152,7 @@ def _print_check(console: Console, points: list[CheckPoint]) -> None:
     slowest = max(points, key=lambda point: point.measured_ms)
     console.print(
         f"mean absolute error {mean_absolute_error(points):.1%} over {len(points)} micro-batches at the machine's "
-        f"usual speed ({raw_error(points):.1%} as the clock had it), "
+        f"usual speed ({raw_error(points):.1%} as the clock had it; attention alone {attention_error(points):.1%}), "
         f"{abs(slowest.error):.1%} on the slowest; {share_within(points, 2):.0%} within two of the table's own "
         "standard errors"
     )

@@ -39,12 +39,14 @@ class Measurement:
     held_out_ms: median forward + backward milliseconds of each held-out micro-batch, at the usual speed of the
         machine, as the table is.
     held_out_raw_ms: the same as the clock had it.
+    held_out_attention_ms: of it, router and attention.
     """
 
     table: LatencyTable
     rank_factors: tuple[float, ...]
     held_out_ms: tuple[float, ...]
     held_out_raw_ms: tuple[float, ...]
+    held_out_attention_ms: tuple[float, ...]
 
 
 def measure(
@@ -119,6 +121,7 @@ def measure(
         tuple((factors / factors.mean()).tolist()),
         tuple(point.whole_ms() for point in steady[len(grid.points) :]),
         tuple(point.whole_ms() for point in others),
+        tuple(sum(point.median()[key] for key in ATTENTION) for point in steady[len(grid.points) :]),
     )
 
 
@@ -154,8 +157,9 @@ class _Grid:
             blocks = key_blocks(length, self.identity.block_size)
             for budget in sorted({min(k, blocks) for k in self.budgets}):
                 if (length, budget) not in self.attention:
+                    # One token less: the last block is not full, as with nearly every real sample.
                     copies = max(1, self._packed // length)
-                    new[length, budget] = self._point((length,) * copies, budget)
+                    new[length, budget] = self._point((max(length - 1, 1),) * copies, budget)
         self.attention |= new
         return list(new.values())
 
@@ -197,7 +201,7 @@ class _Grid:
             budget = min(budget, key_blocks(length, self.identity.block_size))
             point = self.attention[length, budget]
             scores = computed_scores(0, length, budget, self.identity.block_size, self.identity.granularity)
-            attention = float(table.attention_ms(point.unit.segments[:1], np.array([budget]))[0])
+            attention = float(table.layer_attention(point.unit.segments[:1], [budget])[1:].sum())
             rates.append(attention / float(scores))
             shares.append(table.layers * attention * point.copies / point.whole_ms())
         return abs(math.log(rates[1] / rates[0])) / 4 * max(shares)

@@ -99,10 +99,10 @@ def scenario_title(settings: Settings) -> str:
     """What was planned, in one line."""
     devices = settings.get("devices")
     where = topology_name(settings["topology"]) if devices is None else f"topologies of {devices:,} devices"
-    steps = "1 step" if settings["steps"] == 1 else f"{settings['steps']:,} steps"
+    steps = f"{settings['steps']:,} of {settings['batches']:,} global batches"
     return (
         f"{settings['model']} on {settings['lengths']}, {where}, budget {settings['budget']:,} blocks of "
-        f"{settings['block_size']:,}, {steps} of {settings['batch_size']:,} samples"
+        f"{settings['block_size']:,}, {steps} of {settings['batch_size']:,}"
     )
 
 
