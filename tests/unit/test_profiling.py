@@ -232,8 +232,8 @@ def test_a_table_of_made_up_runs_gives_them_back() -> None:
     table = grid.table(grid.points, {})
     for planned in grid.attention.values():
         predicted = table.latency(planned.unit.segments, planned.unit.budgets).total_ms
-        assert predicted == pytest.approx(planned.whole_ms(), rel=0.01)
-    assert table.residual == pytest.approx(0.0, abs=0.01)  # a median: single points between the grid's may be off
+        assert predicted == pytest.approx(planned.whole_ms())
+    assert table.residual == pytest.approx(0.0)  # a median: single points between the grid's may be off
 
 
 def measured(held_out: Sequence[Work] = (), **options: Any) -> Measurement:

@@ -276,7 +276,7 @@ class LatencyTable(FromTerms):
         blocks = [key_blocks(s.end, self.block_size) for s in segments]
         largest = max(int(measured[-1]) for _, measured, _ in self._rows)
         checks = {
-            "length": max(s.end for s in segments) > self._rows[-1][0],
+            "length": max(blocks) > key_blocks(self._rows[-1][0], self.block_size),
             "budget": min(max(budgets), max(blocks)) > largest,
             "tokens": sum(s.tokens for s in segments) > self.linear[-1].count,
             "targets": sum(s.targets for s in segments) > self.head[-1].count,

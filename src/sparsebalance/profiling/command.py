@@ -115,7 +115,7 @@ def print_latency_table(console: Console, table: LatencyTable) -> None:
     times = {(p.length, p.budget): p.router_ms + p.forward_ms + p.backward_ms for p in table.attention}
     dense = {point.count: point.forward_ms + point.backward_ms for point in table.dense}
     for length in sorted({point.length for point in table.attention}):
-        cells = [*(times.get((length, budget)) for budget in budgets), dense.get(length)]
+        cells = [*(times.get((length, budget)) for budget in budgets), dense.get(length, dense.get(length + 1))]
         shown.add_row(f"{length:,}", *("" if ms is None else f"{ms:.2f}" for ms in cells))
     console.print(shown)
     if table.dense:

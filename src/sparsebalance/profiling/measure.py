@@ -213,14 +213,14 @@ class _Grid:
         call = tuple(smallest[key] / layers for key in ATTENTION)
         attention = []
         measured = dict(zip(self.attention, points[len(self.small) :], strict=True))
-        for (length, budget), point in sorted(measured.items()):
+        for (_, budget), point in sorted(measured.items()):
             times = point.median()
             router, forward, backward = (
                 # Never below a tenth of its share of the whole: noise of a small difference.
                 max(times[key] / layers - fixed, 0.1 * times[key] / layers) / point.copies
                 for key, fixed in zip(ATTENTION, call)
             )
-            attention.append(AttentionPoint(length, budget, router, forward, backward, point.spread()))
+            attention.append(AttentionPoint(point.length, budget, router, forward, backward, point.spread()))
         table = LatencyTable(
             identity=self.identity,
             provenance=provenance,
