@@ -126,9 +126,7 @@ def _in_processes(
         record_failure(error)
         return 2 if isinstance(error, InputError) else 1
     stop()
-    if result is not None and as_json:
-        print(json.dumps(result))
-    return 0
+    return _printed(result, as_json)
 
 
 def _compare(arguments: list[str]) -> int:
@@ -213,9 +211,7 @@ def _plan(arguments: list[str]) -> int:
     )
     config = tyro.cli(PlanConfig, args=rest, prog="sparsebalance plan", description=description)
     result = plan(config, _console(options.json))
-    if options.json:
-        print(json.dumps(result))
-    return 0
+    return _printed(result, options.json)
 
 
 def _report(arguments: list[str]) -> int:
@@ -231,9 +227,7 @@ def _report(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
     figures = report(options.run, _console(options.json), options.html)
-    if options.json:
-        print(json.dumps(figures))
-    return 0
+    return _printed(figures, options.json)
 
 
 def _table_compare(arguments: list[str]) -> int:
@@ -249,9 +243,7 @@ def _table_compare(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     result = compare(options.first, options.second, _console(options.json))
-    if options.json:
-        print(json.dumps(result))
-    return 0
+    return _printed(result, options.json)
 
 
 def _table_merge(arguments: list[str]) -> int:
@@ -267,9 +259,7 @@ def _table_merge(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     result = merge(options.tables, options.out, _console(options.json))
-    if options.json:
-        print(json.dumps(result))
-    return 0
+    return _printed(result, options.json)
 
 
 def _data_stats(arguments: list[str]) -> int:
@@ -286,8 +276,13 @@ def _data_stats(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     statistics = data_stats(options.path, options.tokenizer, options.html, _console(options.json))
-    if options.json:
-        print(json.dumps(statistics))
+    return _printed(statistics, options.json)
+
+
+def _printed(result: dict[str, Any] | None, as_json: bool) -> int:
+    """Ends a command that succeeded: its result on standard output, where a script wants it."""
+    if as_json and result is not None:
+        print(json.dumps(result))
     return 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparsebalance.comparison.summary import check_strict, summarise, unit_errors
+from sparsebalance.comparison.summary import check_strict, in_order, slowest_unit_error, summarise, unit_errors
 from sparsebalance.reporting.console import COLUMNS, comparison_notes, print_comparison
 from sparsebalance.reporting.html import headline, write_report
 from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
@@ -109,7 +109,14 @@ def summary() -> dict[str, Any]:
         "baseline": "random",
         "best_baseline": best,
         "policies": policies,
-        "predictor": {"heldout_mape": 0.1, "heldout_mape_at_step_speed": 0.05, "step_error_median": 0.1},
+        "predictor": {
+            "heldout_mape": 0.1,
+            "heldout_mape_at_step_speed": 0.05,
+            "step_error_median": 0.1,
+            "slowest_unit_error": 0.07,
+            "pairs_in_order": 5,
+            "pairs": 6,
+        },
         "checks": check_strict(records(), "random", ["sab_dst"]).record(),
         "data": {"samples": 4, "tokens": 400, "targets": 200, "lengths": [10, 40, 50, 300]},
     }
@@ -245,3 +252,30 @@ def test_lengths_are_printed_and_plotted(tmp_path: Path) -> None:
     write_lengths_page(tmp_path / "lengths.html", lengths, "<test>")
     assert "Lengths of &lt;test&gt;" in (tmp_path / "lengths.html").read_text()
     write_lengths_page(tmp_path / "one.html", [7], "one sample")
+
+
+def test_policies_far_enough_apart_are_checked_for_their_order() -> None:
+    steps = records()
+    policies = {name: {} for name in NAMES}
+    for step in steps:
+        for name, predicted in (("random", 4.0), ("kk_tokens", 3.0), ("sab", 1.0), ("sab_dst", 2.0)):
+            step["policies"][name]["predicted_step_ms"] = predicted
+    measured = {name: sum(step["policies"][name]["step_ms"] for step in steps) for name in NAMES}
+    apart = sum(measured[a] < 0.98 * measured[b] for a in NAMES for b in NAMES)
+    assert in_order(policies, steps) == (apart, apart)
+    for step in steps:
+        step["policies"]["random"]["predicted_step_ms"] = 0.5  # the slowest, predicted fastest
+    right, pairs = in_order(policies, steps)
+    assert pairs == apart
+    assert right < pairs
+
+
+def test_the_slowest_unit_of_a_plan_has_an_error_of_its_own() -> None:
+    steps = records()
+    assert slowest_unit_error(steps) == pytest.approx(0.1)
+    for step in steps:
+        for policy in step["policies"].values():
+            units = [unit for rank in policy["units"] for unit in rank]
+            slowest = max(units, key=lambda unit: unit["forward_ms"] + unit["backward_ms"])
+            slowest["predicted_ms"] = 2 * (slowest["forward_ms"] + slowest["backward_ms"])
+    assert slowest_unit_error(steps) == pytest.approx(1.0)

@@ -7,6 +7,7 @@ router, attention, head), forward and backward apart. The profiled model is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,8 +111,22 @@ class FromTerms:
         return 1.0
 
 
+class KeepsTerms(FromTerms, ABC):
+    """Planning and its comparisons ask for the same micro-batches again and again, so their terms are kept."""
+
+    def terms(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Terms:
+        return self._terms(tuple(segments), tuple(budgets))
+
+    @cached_property
+    def _terms(self) -> Callable[[tuple[Segment, ...], tuple[int, ...]], Terms]:
+        return lru_cache(maxsize=2**14)(self._computed_terms)
+
+    @abstractmethod
+    def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms: ...
+
+
 @dataclass(frozen=True)
-class RooflineModel(FromTerms):
+class RooflineModel(KeepsTerms):
     """Analytic latency: arithmetic divided by an achieved rate, per term, plus a fixed cost per unit.
 
     Analytic, not measured: for planning before there is a machine to measure, and for doctests. With tensor
@@ -147,14 +162,6 @@ class RooflineModel(FromTerms):
     @property
     def layers(self) -> int:
         return self.decoder.layers
-
-    def terms(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Terms:
-        return self._terms(tuple(segments), tuple(budgets))
-
-    @cached_property
-    def _terms(self) -> Callable[[tuple[Segment, ...], tuple[int, ...]], Terms]:
-        """Planning and its comparisons ask for the same micro-batches again and again, so they are kept."""
-        return lru_cache(maxsize=2**14)(self._computed_terms)
 
     def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms:
         if not segments:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsebalance.planning.decoder import Decoder
-from sparsebalance.planning.latency import NOTHING, Floats, FromTerms, Terms
+from sparsebalance.planning.latency import NOTHING, Floats, KeepsTerms, Terms
 from sparsebalance.planning.network import NetworkCosts
 from sparsebalance.planning.plan import Latency, Segment
 from sparsebalance.planning.work import Granularity, computed_scores, key_blocks, router_scores
@@ -93,7 +93,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class LatencyTable(FromTerms):
+class LatencyTable(KeepsTerms):
     """Attributes:
     identity: see `Identity`.
     provenance: host kind, torch version, date, repeats: for people and reports.
@@ -127,14 +127,6 @@ class LatencyTable(FromTerms):
     @property
     def layers(self) -> int:
         return self.identity.decoder.layers
-
-    def terms(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Terms:
-        return self._terms(tuple(segments), tuple(budgets))
-
-    @cached_property
-    def _terms(self) -> Callable[[tuple[Segment, ...], tuple[int, ...]], Terms]:
-        """Planning and its comparisons ask for the same micro-batches again and again, so they are kept."""
-        return lru_cache(maxsize=2**14)(self._computed_terms)
 
     def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms:
         if not segments:

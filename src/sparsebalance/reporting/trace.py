@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparsebalance.reporting.chrome import named, time_slice
+
 
 def write_trace(path: Path, record: dict[str, Any]) -> None:
     """Args:
@@ -22,35 +24,19 @@ def trace_events(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Chrome trace events (microseconds): names first, then complete ("X") events."""
     events: list[dict[str, Any]] = []
     for process, (policy, step) in enumerate(record["policies"].items()):
-        events.append(_name("process_name", process, 0, f"step {record['step']}: {policy}"))
-        events.append({**_name("process_sort_index", process, 0, ""), "args": {"sort_index": process}})
+        events.append(named("process_name", process, 0, name=f"step {record['step']}: {policy}"))
+        events.append(named("process_sort_index", process, 0, sort_index=process))
         for rank, units in enumerate(step["units"]):
-            events.append(_name("thread_name", process, rank, f"rank {rank}"))
+            events.append(named("thread_name", process, rank, name=f"rank {rank}"))
             end = 0.0
             for index, unit in enumerate(units):
                 start, forward, backward = unit["start_ms"], unit["forward_ms"], unit["backward_ms"]
                 end = start + forward + backward
                 if unit["tokens"]:
                     details = {key: unit[key] for key in ("lengths", "tokens", "targets", "budgets", "predicted_ms")}
-                    events.append(_slice(f"F{index}", process, rank, start, forward, details))
-                    events.append(_slice(f"B{index}", process, rank, start + forward, backward, details))
-            events.append(_slice("all-reduce and waiting", process, rank, end, step["all_reduce_ms"][rank], {}))
+                    events.append(time_slice(f"F{index}", process, rank, start, start + forward, details))
+                    events.append(time_slice(f"B{index}", process, rank, start + forward, end, details))
+            events.append(
+                time_slice("all-reduce and waiting", process, rank, end, end + step["all_reduce_ms"][rank], {})
+            )
     return events
-
-
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _slice(
-    name: str, process: int, thread: int, start_ms: float, took_ms: float, details: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": process,
-        "tid": thread,
-        "ts": start_ms * 1e3,
-        "dur": took_ms * 1e3,
-        "args": details,
-    }

@@ -15,9 +15,9 @@ from sparsebalance.planner.forecast import Forecast, Recommendation
 from sparsebalance.planning.files import write_whole
 from sparsebalance.planning.plan import MicroBatch, StepPlan
 from sparsebalance.planning.timeline import Timeline
+from sparsebalance.reporting.chrome import Event, microseconds, named, time_slice
 from sparsebalance.reporting.plan.timeline import all_reduces, chosen_ranks, shown_plans, stages_of, worker_spans
 
-Event = dict[str, Any]
 RANKS = 8  # of one plan, at most
 
 
@@ -49,19 +49,19 @@ def trace_events(result: Forecast, advice: Recommendation) -> list[Event]:
 
 def _process(number: int, title: str, plan: StepPlan, timeline: Timeline, rank: int) -> Iterator[Event]:
     workers, stages = len(timeline.bubble_ms[rank]), len(timeline.all_reduce_ms)
-    yield _name("process_name", number, 0, name=title)
-    yield _name("process_sort_index", number, 0, sort_index=number)
+    yield named("process_name", number, 0, name=title)
+    yield named("process_sort_index", number, 0, sort_index=number)
     for worker, held in enumerate(stages_of(timeline)):
         yield from _thread(number, worker, f"stage {', '.join(map(str, held))}")
     for span in worker_spans(plan, timeline, rank):
         unit = plan.ranks[rank][span.unit]
         name = f"{span.kind}{span.unit}"
-        yield _slice(name, number, span.worker, span.start_ms, span.end_ms, {"stage": span.stage, **_details(unit)})
+        yield time_slice(name, number, span.worker, span.start_ms, span.end_ms, {"stage": span.stage, **_details(unit)})
     reduces = all_reduces(timeline)
     for stage in range(stages if reduces else 0):
         yield from _thread(number, workers + stage, f"all-reduce of stage {stage}")
     for stage, start_ms, end_ms in reduces:
-        yield _slice("all-reduce", number, workers + stage, start_ms, end_ms, {"stage": stage})
+        yield time_slice("all-reduce", number, workers + stage, start_ms, end_ms, {"stage": stage})
     for worker, (times, mb) in enumerate(timeline.memory_mb(rank)):
         counts = {0.0: 0.0} | dict(zip(times.tolist(), mb.tolist()))  # of two values at one time, the later one
         for at_ms, value in counts.items():
@@ -70,7 +70,7 @@ def _process(number: int, title: str, plan: StepPlan, timeline: Timeline, rank: 
                 "name": f"activations MB, worker {worker}",
                 "pid": number,
                 "tid": worker,
-                "ts": _microseconds(at_ms),
+                "ts": microseconds(at_ms),
                 "args": {"MB": round(max(value, 0.0), 3)},
             }
 
@@ -85,26 +85,5 @@ def _details(unit: MicroBatch) -> Event:
 
 
 def _thread(process: int, thread: int, name: str) -> Iterator[Event]:
-    yield _name("thread_name", process, thread, name=name)
-    yield _name("thread_sort_index", process, thread, sort_index=thread)
-
-
-def _name(kind: str, process: int, thread: int, **args: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
-
-
-def _slice(name: str, process: int, thread: int, start_ms: float, end_ms: float, details: Event) -> Event:
-    start, end = _microseconds(start_ms), _microseconds(end_ms)
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": process,
-        "tid": thread,
-        "ts": start,
-        "dur": round(end - start, 3),
-        "args": details,
-    }
-
-
-def _microseconds(ms: float) -> float:
-    return round(ms * 1e3, 3)  # whole nanoseconds, so that neighbours still touch after rounding
+    yield named("thread_name", process, thread, name=name)
+    yield named("thread_sort_index", process, thread, sort_index=thread)

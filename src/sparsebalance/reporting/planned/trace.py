@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from sparsebalance.planning.files import write_whole
+from sparsebalance.reporting.chrome import microseconds, named, time_slice
 from sparsebalance.reporting.planned.reasons import explain
 from sparsebalance.reporting.planned.records import Record, Step, all_workers
 from sparsebalance.reporting.planned.timeline import Bar, measured_bars, planned_bars
@@ -40,25 +40,27 @@ def trace_events(steps: Sequence[Step]) -> list[Record]:
     """Names ("M") first, then slices ("X") and counters ("C")."""
     overview = max(rank for rank, _ in all_workers(steps)) + 1
     events = [
-        _name("process_name", overview, 0, name="steps"),
-        _name("process_sort_index", overview, 0, sort_index=-1),
-        _name("thread_name", overview, 0, name="steps and why they lost time"),
+        named("process_name", overview, 0, name="steps"),
+        named("process_sort_index", overview, 0, sort_index=-1),
+        named("thread_name", overview, 0, name="steps and why they lost time"),
     ]
     for rank in sorted({rank for rank, _ in all_workers(steps)}):
-        events.append(_name("process_name", rank, 0, name=f"rank {rank}"))
-        events.append(_name("process_sort_index", rank, 0, sort_index=rank))
+        events.append(named("process_name", rank, 0, name=f"rank {rank}"))
+        events.append(named("process_sort_index", rank, 0, sort_index=rank))
     for rank, stage in all_workers(steps):
         for actual, word in enumerate(("planned", "actual")):
-            events.append(_name("thread_name", rank, 2 * stage + actual, name=f"{word} stage {stage}"))
-            events.append(_name("thread_sort_index", rank, 2 * stage + actual, sort_index=2 * stage + actual))
+            events.append(named("thread_name", rank, 2 * stage + actual, name=f"{word} stage {stage}"))
+            events.append(named("thread_sort_index", rank, 2 * stage + actual, sort_index=2 * stage + actual))
     offset = 0.0
     for step in steps:
         reason = explain(step)
         details = {"planned_ms": step.predicted_step_ms, "actual_ms": step.step_ms, "lost_ms": step.lost_ms}
-        events.append(_slice(f"step {step.step}: {reason.text}", overview, 0, offset, step.step_ms, details))
+        events.append(
+            time_slice(f"step {step.step}: {reason.text}", overview, 0, offset, offset + step.step_ms, details)
+        )
         counts = {"predicted": step.predicted_step_ms, "actual": step.step_ms}
         events.append(
-            {"ph": "C", "name": "step ms", "pid": overview, "tid": 0, "ts": _microseconds(offset), "args": counts}
+            {"ph": "C", "name": "step ms", "pid": overview, "tid": 0, "ts": microseconds(offset), "args": counts}
         )
         length = step.step_ms
         for worker in step.workers:
@@ -75,34 +77,13 @@ def _slices(bars: Iterable[Bar], process: int, thread: int, offset_ms: float, st
     ordered = sorted(bars, key=lambda bar: (bar.start_ms, bar.took_ms))
     following = [bar.start_ms for bar in ordered[1:]] + [float("inf")]
     return [
-        _slice(
+        time_slice(
             bar.text or bar.kind,
             process,
             thread,
             offset_ms + bar.start_ms,
-            min(bar.took_ms, next_start - bar.start_ms),
+            offset_ms + min(bar.start_ms + bar.took_ms, next_start),
             {"step": step, "what": bar.hover.replace("<br>", "; ")},
         )
         for bar, next_start in zip(ordered, following)
     ]
-
-
-def _name(kind: str, process: int, thread: int, **args: Any) -> Record:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
-
-
-def _slice(name: str, process: int, thread: int, start_ms: float, took_ms: float, details: Record) -> Record:
-    start, end = _microseconds(start_ms), _microseconds(start_ms + took_ms)
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": process,
-        "tid": thread,
-        "ts": start,
-        "dur": round(end - start, 3),
-        "args": details,
-    }
-
-
-def _microseconds(ms: float) -> float:
-    return round(ms * 1e3, 3)  # whole nanoseconds, so that neighbours still touch after rounding
