@@ -42,7 +42,7 @@ def test_train_writes_metrics_and_checkpoints_and_the_loss_falls(
     assert result["steps"] == 12
     assert result["loss"] == lines[-1]["loss"]
     assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoint-10", "checkpoint-12", "latency_table.json", "metrics.jsonl",
+        "checkpoint-10", "checkpoint-12", "latency_table.json", "metrics.jsonl", "trace.json",
     ]  # fmt: skip
     assert lines[-1]["coverage"] is not None
 
