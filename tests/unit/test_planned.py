@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -343,6 +343,8 @@ def test_bubbles_of_a_pipeline_are_the_plans() -> None:
     st.floats(0, 50),
     st.floats(0, 50),
 )
+@example([[(5e-324, 1.0)]], 0.0, 0.0)
+@example([[(1e-300, 1.0), (1e-300, 90.0)], [(50.0, 70.0)]], 0.0, 0.0)
 def test_every_step_has_a_reason_no_dearer_than_the_step(
     ranks: list[list[tuple[float, float]]], exchange: float, outside: float
 ) -> None:

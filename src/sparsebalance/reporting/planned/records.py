@@ -54,8 +54,8 @@ class Unit:
 
     @property
     def ratio(self) -> float:
-        """Measured over planned time; 1 where nothing was planned."""
-        return self.measured.total_ms / self.planned.total_ms if self.planned.total_ms > 0 else 1.0
+        """Measured over planned time; 1 where nothing was planned (less than a nanosecond is nothing)."""
+        return self.measured.total_ms / self.planned.total_ms if self.planned.total_ms > 1e-6 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
