@@ -22,6 +22,7 @@ from sparsebalance.planning.timeline import Timeline
 
 BASELINE = "random"
 TUNED = ("dst", "sab_dst")  # policies that change what attention reads
+CUTTING = ("sab", "sab_dst")  # policies that make units of a given size
 TARGET_SHARE = 0.1  # target tokens of a sample whose data does not say: a tenth, at most 1,024
 Batches = Sequence[Sequence[Sample]]
 
@@ -143,16 +144,21 @@ def forecast(
     """
     results: list[list[_Step]] = [[] for _ in variants]
     bounds: list[float] = []
+    example_step, slowest_ms = 0, -1.0
+    examples: tuple[tuple[StepPlan, Timeline], ...] = ()
     for number, batch in enumerate(batches):
+        planned = []
         for place, variant in enumerate(variants):
-            results[place].append(_simulate(batch, variant, token_cap))
+            planned.append(_planned(batch, variant, token_cap))
+            results[place].append(_step(variant.scenario, *planned[-1]))
             progress(number * len(variants) + place + 1, len(batches) * len(variants))
+        if results[0][-1].step_ms > slowest_ms:
+            example_step, examples, slowest_ms = number, tuple(planned), results[0][-1].step_ms
         # The least work of any: packing saves fixed costs. Tuned budgets change the work itself.
         bounds.append(min(steps[-1].work_ms for v, steps in zip(variants, results) if v.policy not in TUNED))
     totals = [sum(step.step_ms for step in steps) for steps in results]
     baselines = [i for i, variant in enumerate(variants) if variant.policy in BASELINES]
     best = min(baselines, key=lambda i: totals[i])
-    slowest = int(np.argmax([step.step_ms for step in results[0]]))
     return Forecast(
         rows=tuple(
             _row(variant, steps, totals[0] / total, totals[best] / total, sum(bounds))
@@ -160,8 +166,8 @@ def forecast(
         ),
         best_baseline=variants[best].policy,
         bound_ms=float(np.mean(bounds)),
-        examples=tuple(_planned(batches[slowest], variant, token_cap) for variant in variants),
-        example_step=slowest,
+        examples=examples,
+        example_step=example_step,
     )
 
 
@@ -186,9 +192,7 @@ def _planned(batch: Sequence[Sample], variant: Variant, token_cap: int) -> tuple
     return plan_and_timeline(batch, scenario.model, scenario.topology, policy, None, scenario.pipeline)
 
 
-def _simulate(batch: Sequence[Sample], variant: Variant, token_cap: int) -> _Step:
-    scenario = variant.scenario
-    plan, timeline = _planned(batch, variant, token_cap)
+def _step(scenario: Scenario, plan: StepPlan, timeline: Timeline) -> _Step:
     latencies = [[unit.latency.total_ms for unit in rank] for rank in plan.ranks]
     uneven = imbalance(latencies)
     units = [unit for unit in plan.micro_batches if unit.segments]
@@ -223,7 +227,7 @@ def _row(variant: Variant, steps: Sequence[_Step], speedup: float, versus_best: 
     units = sum(step.units for step in steps)
     return Row(
         policy=variant.policy,
-        unit_size=variant.scenario.unit_size if variant.policy in OURS and variant.policy != "dst" else None,
+        unit_size=variant.scenario.unit_size if variant.policy in CUTTING else None,
         schedule=variant.scenario.schedule,
         step_ms=float(ms.mean()),
         step_ms_p10=float(np.quantile(ms, 0.1)),
@@ -263,9 +267,9 @@ def variants_of(scenario: Scenario, policies: Sequence[str], unit_sizes: Sequenc
     for name in policies:
         if name == BASELINE:
             continue
-        sizes: Sequence[int | None] = unit_sizes if name in ("sab", "sab_dst") else (None,)
+        sizes: Sequence[int | None] = unit_sizes if name in CUTTING else (None,)
         found += [Variant(name, replace(scenario, unit_size=size)) for size in sizes]
-        if name in ("sab", "sab_dst") and scenario.topology.pp > 1 and scenario.schedule == "1f1b":
+        if name in CUTTING and scenario.topology.pp > 1 and scenario.schedule == "1f1b":
             found += [
                 Variant(name, replace(scenario, unit_size=size, schedule="zero_bubble")) for size in sizes if size
             ]

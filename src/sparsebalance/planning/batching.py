@@ -36,12 +36,19 @@ class Batching(Protocol):
     ) -> Placement: ...
 
 
+def check_not_empty(samples: Sequence[Sample]) -> None:
+    """Raises:
+    InputError: no samples.
+    """
+    if not samples:
+        raise InputError("the step has no samples; a global batch needs at least one")
+
+
 def check_cap(samples: Sequence[Sample], token_cap: int) -> None:
     """Raises:
     InputError: no samples, or a sample that alone is over the cap of a micro-batch.
     """
-    if not samples:
-        raise InputError("the step has no samples; a global batch needs at least one")
+    check_not_empty(samples)
     longest = max(samples, key=lambda sample: (sample.length, -sample.id))
     if longest.length > token_cap:
         raise InputError(
@@ -81,6 +88,7 @@ class SparsityAware:
         if size is None:
             check_cap(samples, token_cap)
         else:
+            check_not_empty(samples)
             check_unit_size(size, model.block_size, token_cap)
         pieces = [cut(sample, size, model.block_size) for sample in samples]
         shortest = [Segment.whole(min(samples, key=lambda sample: (sample.length, sample.id)))]

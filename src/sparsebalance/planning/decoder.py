@@ -6,7 +6,6 @@ query attention and a gated MLP; anything else is refused, because its parameter
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,7 @@ def named_decoder(name: str) -> Decoder:
         return preset
     path = Path(name)
     if not name.strip() or not os.path.exists(name):
-        near = difflib.get_close_matches(name.strip().lower(), PRESETS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(name.strip().lower(), PRESETS)
         raise InputError(
             f"no model is called {name!r} and no such path exists{hint}; give the path of a config.json, "
             f"or one of {', '.join(PRESETS)}"

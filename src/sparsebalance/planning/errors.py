@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
     """Raised for input that the user can correct (lengths, configs, tables, topologies, data files).
@@ -12,3 +15,9 @@ class InputError(ValueError):
 
 class CheckFailed(RuntimeError):
     """A run's own check of its results failed, e.g. policies that must train alike did not. One sentence."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for an error message, with a space before it: the known name most like `name`; empty without one."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -6,11 +6,10 @@ come from it are analytic, not measured; label them with `ANALYTIC`, and use a l
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 
-from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.errors import InputError, did_you_mean
 
 ANALYTIC = "analytic, not measured"
 
@@ -139,7 +138,6 @@ def named_device(name: str) -> Device:
     """
     wanted = name.strip().lower()
     if wanted not in DEVICES:
-        near = difflib.get_close_matches(wanted, DEVICES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(wanted, DEVICES)
         raise InputError(f"no device is called {name!r}{hint}; choose from {', '.join(DEVICES)}")
     return DEVICES[wanted]

@@ -7,7 +7,6 @@ a wrong value is refused with its place. Built-in distributions are quantile tab
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import itertools
 import json
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.errors import InputError, did_you_mean
 
 MAX_LENGTH = 16_777_216
 DISTRIBUTIONS = ("longalign-10k", "longalpaca-12k", "chatqa2")
@@ -296,8 +295,7 @@ READERS: dict[str, Reader] = {
 def _reader(source: str) -> Reader:
     path = Path(source)
     if not source or not os.path.exists(source):
-        near = difflib.get_close_matches(source.lower(), DISTRIBUTIONS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(source.lower(), DISTRIBUTIONS)
         raise InputError(
             f"no file or directory {source!r}{hint}; give one, `-` for standard input, "
             f"or a built-in distribution: {', '.join(DISTRIBUTIONS)}"
@@ -346,8 +344,7 @@ def draw(name: str, count: int, seed: int) -> Int:
         InputError: no distribution has that name, or count is below 1.
     """
     if name not in DISTRIBUTIONS:
-        near = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(name, DISTRIBUTIONS)
         raise InputError(f"no distribution is called {name!r}{hint}; choose from {', '.join(DISTRIBUTIONS)}")
     if count < 1:
         raise InputError(f"count is {count}, but at least 1 length must be drawn")

@@ -14,7 +14,7 @@ from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.work import Granularity
 
 MB = 1e6
-HEAD_SLICE = 256  # target tokens whose logits exist at once
+HEAD_SLICE = 256  # target tokens whose logits exist at once; the loss is computed in slices of so many
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 

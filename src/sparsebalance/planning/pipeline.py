@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.latency import Floats, LatencyModel
+from sparsebalance.planning.latency import TERMS, Floats, LatencyModel
 from sparsebalance.planning.list_schedule import zero_bubble
 from sparsebalance.planning.memory import MemoryModel, StageLayers
 from sparsebalance.planning.plan import MicroBatch, Topology, chain_lengths
@@ -121,9 +121,8 @@ def stage_costs(
         chains: see `chain_lengths`. factor: how much slower this rank is than the model says.
     """
     terms = [model.terms(unit.segments, unit.budgets) for unit in units]
-    names = ("linear", "router", "attend", "head")
-    forward = {name: np.array([getattr(t, name).forward_ms for t in terms]) * factor for name in names}
-    backward = {name: np.array([getattr(t, name).backward_ms for t in terms]) * factor for name in names}
+    forward = {name: np.array([getattr(t, name).forward_ms for t in terms]) * factor for name in TERMS}
+    backward = {name: np.array([getattr(t, name).backward_ms for t in terms]) * factor for name in TERMS}
     layers = np.array([stage.layers for stage in stages]) / model.layers
     linear = np.repeat(layers[:, None], len(units), axis=1)
     attention = _attention_shares(units, model, stages, linear)

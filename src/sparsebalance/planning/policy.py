@@ -111,8 +111,6 @@ def plan_and_timeline(
     pipeline: PipelineModel | None = None,
 ) -> tuple[StepPlan, Timeline]:
     """`plan_step`, with the simulated timeline that its step time comes from."""
-    if not samples:
-        raise InputError("the step has no samples; a global batch needs at least one")
     if len({sample.id for sample in samples}) != len(samples):
         raise InputError("two samples of the step share an id; ids must be unique within a step")
     coverage = coverage or CoverageCurves(latency_model.block_size, {})

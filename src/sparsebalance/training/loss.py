@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from sparsebalance.attention.clock import TermClock
+from sparsebalance.planning.memory import HEAD_SLICE
 
-SLICE_TARGETS = 256  # logits of one slice at a vocabulary of 50K: 50 MB in fp32; measured best of 32 to 512
+SLICE_TARGETS = HEAD_SLICE  # logits of one slice at a vocabulary of 50K: 50 MB in fp32; measured best of 32 to 512
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, clock: TermClock | None = None) -> Tensor:

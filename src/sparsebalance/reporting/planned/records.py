@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.latency import TERMS
 
 Record = dict[str, Any]
 Worker = tuple[int, int]  # (data-parallel rank, pipeline stage)
-
-TERMS = ("linear", "router", "attend", "head")
 
 
 @dataclass(frozen=True, slots=True)
