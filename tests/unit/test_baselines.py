@@ -20,6 +20,7 @@ from sparsebalance.planning.baselines import (
 )
 from sparsebalance.planning.batching import Placement
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.expected import ExpectedBudgets
 from sparsebalance.planning.latency import RooflineModel
 from sparsebalance.planning.plan import Topology
 from tests.conftest import samples_of
@@ -31,12 +32,12 @@ def ids(placement: Placement) -> list[list[list[int]]]:
 
 
 def test_random_deals_the_data_order(roofline: RooflineModel) -> None:
-    placement = random_order(samples_of(9, 8, 7, 6, 5), roofline, Topology(dp=2), (2, 2, 2), 10)
+    placement = random_order(samples_of(9, 8, 7, 6, 5), roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 10)
     assert ids(placement) == [[[0], [2], [4]], [[1], [3]]]
 
 
 def test_random_gives_a_rank_without_samples_one_empty_unit(roofline: RooflineModel) -> None:
-    placement = random_order(samples_of(9), roofline, Topology(dp=3), (2, 2, 2), 10)
+    placement = random_order(samples_of(9), roofline, Topology(dp=3), ExpectedBudgets((2, 2, 2)), 10)
     assert placement[1:] == (((),), ((),))
 
 
@@ -78,7 +79,7 @@ def test_kk_quadratic_weighs_as_verl_does(roofline: RooflineModel) -> None:
     """24576 L + L^2 at 24,576 and twice 16,384 tokens: 1,208 M against 671 M each, so the long one is not alone
     with equal counts: {long, shortest} and the two middle ones."""
     samples = samples_of(24576, 16384, 16384, 100)
-    placement = KarmarkarKarp(quadratic=True)(samples, roofline, Topology(dp=2), (2, 2, 2), 30000)
+    placement = KarmarkarKarp(quadratic=True)(samples, roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 30000)
     assert sorted(sorted(i for unit in rank for i in unit) for rank in ids(placement)) == [[0, 3], [1, 2]]
 
 
@@ -89,10 +90,12 @@ def test_small_ones_stand_at_both_ends() -> None:
 
 def test_kk_tokens_balances_tokens_and_packs_where_asked(roofline: RooflineModel) -> None:
     samples = samples_of(100, 60, 40, 30, 30)
-    placement = KarmarkarKarp(quadratic=False)(samples, roofline, Topology(dp=2), (2, 2, 2), 100)
+    placement = KarmarkarKarp(quadratic=False)(samples, roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 100)
     tokens = [sum(segment.tokens for unit in rank for segment in unit) for rank in placement]
     assert sorted(tokens) == [130, 130]
-    packed = KarmarkarKarp(quadratic=False, packed=True)(samples, roofline, Topology(dp=2), (2, 2, 2), 100)
+    packed = KarmarkarKarp(quadratic=False, packed=True)(
+        samples, roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 100
+    )
     assert max(len(rank) for rank in packed) == 2
     assert all(sum(s.tokens for s in unit) <= 100 for rank in packed for unit in rank)
 
@@ -122,7 +125,7 @@ def test_cut_sorted_is_optimal(lengths: list[int], count: int) -> None:
 def test_batch_rebalance_fills_slots_by_falling_cost(roofline: RooflineModel) -> None:
     """8 samples, 2 ranks, 2 a unit: 2 slots, 4 groups; the two costliest groups form the first slot."""
     samples = samples_of(100, 90, 80, 70, 60, 50, 40, 30)
-    placement = BatchRebalance(samples_per_unit=2)(samples, roofline, Topology(dp=2), (2, 2, 2), 400)
+    placement = BatchRebalance(samples_per_unit=2)(samples, roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 400)
     assert [len(rank) for rank in placement] == [2, 2]
     costs = [[len(unit) * unit[0].tokens * (1 + unit[0].tokens / 1000) for unit in rank] for rank in placement]
     assert min(costs[0][0], costs[1][0]) >= max(costs[0][1], costs[1][1])
@@ -130,7 +133,7 @@ def test_batch_rebalance_fills_slots_by_falling_cost(roofline: RooflineModel) ->
 
 def test_nextfit_keeps_the_order_and_opens_a_unit_at_the_cap(roofline: RooflineModel) -> None:
     samples = samples_of(60, 30, 20, 90, 10)
-    placement = nextfit_packing(samples, roofline, Topology(dp=2), (2, 2, 2), 100)
+    placement = nextfit_packing(samples, roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 100)
     # Units [60, 30], [20], [90, 10] go to the rank with the fewest tokens so far: rank 0, 1, 1.
     assert ids(placement) == [[[0, 1]], [[2], [3, 4]]]
 
@@ -138,6 +141,6 @@ def test_nextfit_keeps_the_order_and_opens_a_unit_at_the_cap(roofline: RooflineM
 @pytest.mark.parametrize("name", sorted(BASELINES))
 def test_every_rule_refuses_a_sample_over_the_cap_and_an_empty_step(name: str, roofline: RooflineModel) -> None:
     with pytest.raises(InputError, match="sample 1 has 50 tokens, over the cap of 20"):
-        BASELINES[name](samples_of(10, 50), roofline, Topology(dp=2), (2, 2, 2), 20)
+        BASELINES[name](samples_of(10, 50), roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 20)
     with pytest.raises(InputError, match="no samples"):
-        BASELINES[name]([], roofline, Topology(dp=2), (2, 2, 2), 20)
+        BASELINES[name]([], roofline, Topology(dp=2), ExpectedBudgets((2, 2, 2)), 20)

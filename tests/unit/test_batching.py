@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sparsebalance.planning.batching import SparsityAware, cut, largest_first, pack_first_fit, refine, sab
 from sparsebalance.planning.correction import CorrectedModel, Correction
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.expected import ExpectedBudgets
 from sparsebalance.planning.latency import RooflineModel
 from sparsebalance.planning.plan import Sample, Segment, Topology, chain_lengths
 from tests.conftest import samples_of, slow_device
@@ -81,7 +82,7 @@ def test_balance_is_by_predicted_time_not_by_tokens(roofline: RooflineModel) -> 
     heavy, light = Sample(0, 400, 399), Sample(1, 400, 0)
     small = [Sample(i, 100, 0) for i in range(2, 8)]
     roofline = replace(roofline, decoder=replace(roofline.decoder, vocabulary=8_000))
-    placement = sab([heavy, light, *small], roofline, Topology(dp=2), (4, 4, 4), 4096)
+    placement = sab([heavy, light, *small], roofline, Topology(dp=2), ExpectedBudgets((4, 4, 4)), 4096)
     times = [sum(roofline.latency(unit, (4, 4, 4)).total_ms for unit in rank) for rank in placement]
     alone = roofline.latency([Segment.whole(heavy)], (4, 4, 4)).total_ms
     assert alone > 1.2 * roofline.latency([Segment.whole(light)], (4, 4, 4)).total_ms
@@ -94,20 +95,20 @@ def test_packing_stops_where_longer_rows_run_slower() -> None:
     slow = type(table.linear[0])
     points = tuple(slow(n, ms, 2 * ms) for n, ms in ((1, 5.0), (4096, 45.0), (8192, 170.0), (32768, 700.0)))
     table = replace(table, linear=points)
-    placement = sab(samples_of(*[1000] * 16), table, Topology(dp=2), (4, 4), 32768)
+    placement = sab(samples_of(*[1000] * 16), table, Topology(dp=2), ExpectedBudgets((4, 4)), 32768)
     assert {sum(s.tokens for s in unit) for rank in placement for unit in rank} == {4000}
 
 
 def test_packing_saves_fixed_costs_where_there_is_nothing_against_it(roofline: RooflineModel) -> None:
     slow_calls = replace(roofline, device=slow_device(unit_ms=50.0))
-    placement = sab(samples_of(*[100] * 16), slow_calls, Topology(dp=2), (4, 4, 4), 32768)
+    placement = sab(samples_of(*[100] * 16), slow_calls, Topology(dp=2), ExpectedBudgets((4, 4, 4)), 32768)
     assert [len(rank) for rank in placement] == [1, 1]
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 5))
 def test_ranks_without_samples_say_so(lengths: list[int], dp: int) -> None:
-    placement = sab(samples_of(*lengths), make_table(), Topology(dp=dp), (4, 4), 4096)
+    placement = sab(samples_of(*lengths), make_table(), Topology(dp=dp), ExpectedBudgets((4, 4)), 4096)
     assert len(placement) == dp
     assert all(rank for rank in placement)
     assert sum(rank == ((),) for rank in placement) == max(0, dp - len(lengths))
@@ -130,7 +131,7 @@ def test_placement_on_unequal_ranks_is_near_the_best_there_is(values: list[float
 def test_a_slow_rank_gets_less_work() -> None:
     table = make_table()
     slow = CorrectedModel(table, Correction(ranks=(1.5**0.5, 1.5**-0.5)))
-    placement = sab(samples_of(*[200] * 50), slow, Topology(dp=2), (4, 4), 32768)
+    placement = sab(samples_of(*[200] * 50), slow, Topology(dp=2), ExpectedBudgets((4, 4)), 32768)
     tokens = [sum(s.tokens for unit in rank for s in unit) for rank in placement]
     assert tokens[1] / tokens[0] == pytest.approx(1.5, rel=0.05)
 
@@ -154,7 +155,7 @@ def test_chunks_are_whole_blocks_of_nearly_equal_size_and_keep_every_token_and_t
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 3))
 def test_units_hold_chunks_or_packs_and_chains_stay_together(lengths: list[int], dp: int) -> None:
     step = samples_of(*lengths)
-    placement = SparsityAware(unit_size=256)(step, make_table(), Topology(dp=dp), (4, 4), 1024)
+    placement = SparsityAware(unit_size=256)(step, make_table(), Topology(dp=dp), ExpectedBudgets((4, 4)), 1024)
     found = sorted((s.sample, s.start, s.end) for rank in placement for unit in rank for s in unit)
     assert found == sorted((s.sample, s.start, s.end) for sample in step for s in cut(sample, 256, 16))
     for rank in placement:
@@ -170,7 +171,7 @@ def test_wrong_unit_sizes_and_torn_chains_are_refused() -> None:
         (2048, "over the cap of 1024"),
     ):
         with pytest.raises(InputError, match=message):
-            SparsityAware(unit_size=size)(samples_of(500), make_table(), Topology(), (4, 4), 1024)
+            SparsityAware(unit_size=size)(samples_of(500), make_table(), Topology(), ExpectedBudgets((4, 4)), 1024)
     first, second, third = cut(Sample(3, 48, 0), 16, 16)
     assert chain_lengths([(first,), (second,), (third,)]) == (3,)
     assert chain_lengths([(first,), (second,), (Segment(4, 0, 5, 5, 0),), ()]) == (2, 1, 1)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsebalance.planning.batching import EMPTY, Batching, Placement, Unit, check_cap, pack_first_fit
+from sparsebalance.planning.expected import ExpectedBudgets
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.plan import Sample, Segment, Topology
 
 
 def random_order(
-    samples: Sequence[Sample], model: LatencyModel, topology: Topology, budgets: Sequence[int], token_cap: int
+    samples: Sequence[Sample], model: LatencyModel, topology: Topology, budgets: ExpectedBudgets, token_cap: int
 ) -> Placement:
     """Data order dealt round-robin, one sample a micro-batch: what torch's DistributedSampler does."""
     check_cap(samples, token_cap)
@@ -45,7 +46,7 @@ class BatchRebalance:
         samples: Sequence[Sample],
         model: LatencyModel,
         topology: Topology,
-        budgets: Sequence[int],
+        budgets: ExpectedBudgets,
         token_cap: int,
     ) -> Placement:
         check_cap(samples, token_cap)
@@ -149,7 +150,7 @@ class KarmarkarKarp:
         samples: Sequence[Sample],
         model: LatencyModel,
         topology: Topology,
-        budgets: Sequence[int],
+        budgets: ExpectedBudgets,
         token_cap: int,
     ) -> Placement:
         check_cap(samples, token_cap)
@@ -172,7 +173,7 @@ def small_at_both_ends(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def nextfit_packing(
-    samples: Sequence[Sample], model: LatencyModel, topology: Topology, budgets: Sequence[int], token_cap: int
+    samples: Sequence[Sample], model: LatencyModel, topology: Topology, budgets: ExpectedBudgets, token_cap: int
 ) -> Placement:
     """Order-preserving packing to a token cap, packs dealt to the rank with the fewest tokens so far.
 

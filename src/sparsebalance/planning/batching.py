@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.expected import ExpectedBudgets
 from sparsebalance.planning.latency import Floats, LatencyModel
 from sparsebalance.planning.plan import Sample, Segment, Topology
 
@@ -31,7 +32,7 @@ class Batching(Protocol):
         samples: Sequence[Sample],
         model: LatencyModel,
         topology: Topology,
-        budgets: Sequence[int],
+        budgets: ExpectedBudgets,
         token_cap: int,
     ) -> Placement: ...
 
@@ -78,7 +79,7 @@ class SparsityAware:
         samples: Sequence[Sample],
         model: LatencyModel,
         topology: Topology,
-        budgets: Sequence[int],
+        budgets: ExpectedBudgets,
         token_cap: int,
     ) -> Placement:
         """Raises:
@@ -92,22 +93,23 @@ class SparsityAware:
             check_unit_size(size, model.block_size, token_cap)
         pieces = [cut(sample, size, model.block_size) for sample in samples]
         shortest = [Segment.whole(min(samples, key=lambda sample: (sample.length, sample.id)))]
-        alone = model.latency(shortest, budgets).total_ms
+        default = budgets.default
+        alone = model.latency(shortest, default).total_ms
         # In a packed unit a sample pays no fixed cost of its own: count what it adds to a unit with another one.
         costs = np.array(
             [
-                model.latency((*shortest, *parts), budgets).total_ms - alone
+                model.latency((*shortest, *parts), budgets.of(sample.id)).total_ms - alone
                 if len(parts) == 1
-                else sum(model.latency((part,), budgets).total_ms for part in parts)
-                for parts in pieces
+                else sum(model.latency((part,), budgets.of(sample.id)).total_ms for part in parts)
+                for sample, parts in zip(samples, pieces)
             ]
         )
         factors = np.array([model.rank_factor(rank) for rank in range(topology.dp)])
         ranks = refine(largest_first(costs, factors), costs, factors)
         return tuple(
-            _pack_fastest([pieces[i][0] for i in rank], model, budgets, token_cap)
+            _pack_fastest([pieces[i][0] for i in rank], model, default, token_cap)
             if size is None
-            else _units([pieces[i] for i in rank], size, model, budgets)
+            else _units([pieces[i] for i in rank], size, model, default)
             for rank in ranks
         )
 

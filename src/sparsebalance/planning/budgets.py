@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from sparsebalance.planning.batching import Placement, Unit
 from sparsebalance.planning.coverage import CoverageCurves
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.expected import LayerBudgets
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.work import key_blocks
 
-LayerBudgets = tuple[int, ...]
 UnitBudgets = tuple[tuple[LayerBudgets, ...], ...]  # [rank][unit][layer]
 AnchorKind = Literal["mean", "min", "max"]
 AnchorScope = Literal["micro_batch", "rank"]

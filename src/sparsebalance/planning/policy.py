@@ -5,7 +5,7 @@ Every rank calls it on the same input and gets the same plan, so planning needs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sparsebalance.planning.baselines import BASELINES
@@ -13,6 +13,7 @@ from sparsebalance.planning.batching import Batching, Placement, SparsityAware
 from sparsebalance.planning.budgets import Anchor, Fixed, Tuning
 from sparsebalance.planning.coverage import CoverageCurves
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.expected import ExpectedBudgets, LayerBudgets
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.pipeline import PipelineModel, simulate_plan
 from sparsebalance.planning.plan import MicroBatch, Sample, StepPlan, Topology
@@ -85,6 +86,7 @@ def plan_step(
     policy: Policy,
     coverage: CoverageCurves | None = None,
     pipeline: PipelineModel | None = None,
+    expected: Mapping[int, LayerBudgets] | None = None,
 ) -> StepPlan:
     """Plan one step.
 
@@ -95,11 +97,12 @@ def plan_step(
         policy: batching and tuning.
         coverage: measured curves for tuning; a prior where none are given.
         pipeline: schedule and network for the predicted step time; 1F1B and free communication by default.
+        expected: sample id -> blocks per layer that it is expected to get, where an estimator knows it.
 
     Raises:
         InputError: no samples, two with the same id, one over the policy's token cap, or more stages than layers.
     """
-    return plan_and_timeline(samples, latency_model, topology, policy, coverage, pipeline)[0]
+    return plan_and_timeline(samples, latency_model, topology, policy, coverage, pipeline, expected)[0]
 
 
 def plan_and_timeline(
@@ -109,13 +112,14 @@ def plan_and_timeline(
     policy: Policy,
     coverage: CoverageCurves | None = None,
     pipeline: PipelineModel | None = None,
+    expected: Mapping[int, LayerBudgets] | None = None,
 ) -> tuple[StepPlan, Timeline]:
     """`plan_step`, with the simulated timeline that its step time comes from."""
     if len({sample.id for sample in samples}) != len(samples):
         raise InputError("two samples of the step share an id; ids must be unique within a step")
     coverage = coverage or CoverageCurves(latency_model.block_size, {})
-    default = (policy.budget,) * latency_model.layers
-    placement: Placement = policy.batching(samples, latency_model, topology, default, policy.token_cap)
+    weighed = ExpectedBudgets((policy.budget,) * latency_model.layers, expected or {})
+    placement: Placement = policy.batching(samples, latency_model, topology, weighed, policy.token_cap)
     budgets = policy.tuning(placement, latency_model, policy.budget, coverage)
     ranks = tuple(
         tuple(

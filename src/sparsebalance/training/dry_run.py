@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsebalance.planning.baselines import BASELINES
+from sparsebalance.planning.expected import ExpectedBudgets
 from sparsebalance.planning.hardware import named_device
 from sparsebalance.planning.latency import RooflineModel
 from sparsebalance.planning.memory import StageLayers
@@ -94,7 +95,8 @@ def _planned_units(session: Session) -> tuple[list[MicroBatch], int]:
     budgets = (memory_model(config, session.identity).budget,) * layers
     # The peers' rules place by tokens, not by time: they need no latency model.
     model = RooflineModel(session.identity.decoder, named_device("h100"), session.identity.block_size)
-    placed = [rule(session.batches.at(step), model, session.topology, budgets, cap) for step in range(steps)]
+    weighed = ExpectedBudgets(budgets)
+    placed = [rule(session.batches.at(step), model, session.topology, weighed, cap) for step in range(steps)]
     units = [unit for placement in placed for rank in placement for unit in rank]
     made = [MicroBatch(unit, budgets, Latency(0.0, 0.0)) for unit in units]
     return largest_units(config, session.identity, made, UNITS), steps
