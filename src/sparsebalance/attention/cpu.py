@@ -1,8 +1,9 @@
 """Block-sparse attention on CPU, exact, with its own backward; time follows the number of blocks read.
 
-In: packed q, k, v, a block selection and the layout. Out: attention output and log-sum-exp, differentiable
-in q, k, v. Query blocks that read equally many key blocks are gathered into one batched matrix product, in
-slices that stay in cache; single-query reads (token routing) are merged in by their log-sum-exp.
+In: packed q, k, v, a block selection and the layout; for a chunk of a sample also the keys and values of earlier
+chunks. Out: attention output and log-sum-exp, differentiable in q, k, v. Query blocks that read equally many key
+blocks are gathered into one batched matrix product, in slices that stay in cache; single-query reads (token
+routing) are merged in by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from sparsebalance.attention.clock import TermClock
 from sparsebalance.attention.interface import BlockSelection, PackedLayout
 from sparsebalance.attention.moba import TILE
+from sparsebalance.attention.state import LayerState, computing_dtype
 
 SLICE_SCORES = 128 * 64 * 64  # scores of one slice: 2 MB in fp32, measured best among 16 to 512 block pairs
 
@@ -29,6 +31,7 @@ def attend(
     layout: PackedLayout,
     scale: float | None = None,
     clock: TermClock | None = None,
+    state: LayerState | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over the selected blocks, causal inside the own block.
 
@@ -37,16 +40,17 @@ def attend(
             computed in fp32.
         scale: of the scores; 1 / sqrt(D) by default.
         clock: told how long forward and backward take, as the term "attend".
+        state: of a chunk, written already: its keys and values are read in place of k and v, which hold the
+            chunk's own [tokens_q, Hk, D] and get all their gradient, that of later chunks included.
 
     Returns:
         out [tokens_q, H, D] in q's dtype, and the log-sum-exp of the scaled scores [tokens_q, H] (no gradient).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    clock = clock or TermClock()
-    if q.dtype in (torch.float16, torch.bfloat16):
-        out, lse = _Attend.apply(q.float(), k.float(), v.float(), selection, layout, scale, clock)
-        return out.to(q.dtype), lse
-    return _Attend.apply(q, k, v, selection, layout, scale, clock)
+    dtype = computing_dtype(q.dtype)
+    operands = (x.to(dtype) for x in (q, k, v))
+    out, lse = _Attend.apply(*operands, state, selection, layout, scale, clock or TermClock())
+    return out.to(q.dtype), lse
 
 
 class _Attend(torch.autograd.Function):
@@ -56,71 +60,83 @@ class _Attend(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        state: LayerState | None,
         selection: BlockSelection,
         layout: PackedLayout,
         scale: float,
         clock: TermClock,
     ) -> tuple[Tensor, Tensor]:
         with clock.measure("attend"):
-            out, lse = _forward(q, k, v, selection, layout, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.selection, ctx.layout, ctx.scale, ctx.clock = selection, layout, scale, clock
+            blocked = _blocked(k, v, layout) if state is None else (state.keys, state.values)
+            out, lse = _forward(_Operands(q * scale, blocked[0], blocked[1], k.shape[1], layout), selection)
+        ctx.save_for_backward(q, out, lse, *((k, v) if state is None else ()))  # a chunk's lie in the state
+        ctx.kv_heads = k.shape[1]
+        ctx.state, ctx.selection, ctx.layout, ctx.scale, ctx.clock = state, selection, layout, scale, clock
         ctx.mark_non_differentiable(lse)
         return out.view(q.shape[0], q.shape[1], -1), lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.clock.measure("attend"):
-            q, k, v, out, lse = ctx.saved_tensors
-            dq, dk, dv = _backward(q, k, v, out, lse, grad_out, ctx.selection, ctx.layout, ctx.scale)
-        return dq, dk, dv, None, None, None, None
+            q, out, lse, *kept = ctx.saved_tensors
+            blocked = _blocked(kept[0], kept[1], ctx.layout) if kept else (ctx.state.keys, ctx.state.values)
+            operands = _Operands(q * ctx.scale, blocked[0], blocked[1], ctx.kv_heads, ctx.layout)
+            dq, dk, dv = _backward(operands, out, lse, grad_out, ctx.state, ctx.selection)
+        return dq * ctx.scale, dk, dv, None, None, None, None, None
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, selection: BlockSelection, layout: PackedLayout, scale: float
-) -> tuple[Tensor, Tensor]:
-    heads = q.shape[1]
-    out_blocks, lse_blocks = _dense_forward(_Operands(q * scale, k, v, layout), selection)
-    out = _from_query_blocks(out_blocks, layout, heads)
-    lse = _from_query_blocks(lse_blocks[..., None], layout, heads).squeeze(-1)
+def _forward(x: _Operands, selection: BlockSelection) -> tuple[Tensor, Tensor]:
+    out_blocks, lse_blocks = _dense_forward(x, selection)
+    out = _from_query_blocks(out_blocks, x.layout, x.heads)
+    lse = _from_query_blocks(lse_blocks[..., None], x.layout, x.heads).squeeze(-1)
     if selection.tile_blocks.numel():
-        out, lse = _merge_tiles(q * scale, k, v, out, lse, selection, layout)
+        out, lse = _merge_tiles(x, out, lse, selection)
     return out, lse
 
 
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: _Operands,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
+    state: LayerState | None,
     selection: BlockSelection,
-    layout: PackedLayout,
-    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads = q.shape[1]
+    """Gradients of the scaled queries, and of the keys and values that the micro-batch itself brought."""
     delta = (grad_out * out).sum(-1)
-    operands = _Operands(q * scale, k, v, layout)
-    dq_blocks, dk_blocks, dv_blocks = _dense_backward(operands, grad_out, lse, delta, selection)
-    dq = _from_query_blocks(dq_blocks, layout, heads)
+    layout = x.layout
+    if state is None:
+        dk_blocks, dv_blocks = torch.zeros_like(x.k), torch.zeros_like(x.v)
+    else:
+        dk_blocks, dv_blocks = state.gradients(layout.lengths_k[0])
+    dq_blocks = _dense_backward(x, grad_out, lse, delta, selection, dk_blocks, dv_blocks)
+    dq = _from_query_blocks(dq_blocks, layout, x.heads)
     if selection.tile_blocks.numel():
-        _tiles_backward(operands, grad_out, lse, delta, selection, dq, dk_blocks, dv_blocks)
-    dk = _from_key_blocks(dk_blocks, layout, k.shape[1])
-    dv = _from_key_blocks(dv_blocks, layout, k.shape[1])
-    return dq * scale, dk, dv
+        _tiles_backward(x, grad_out, lse, delta, selection, dq, dk_blocks, dv_blocks)
+    if state is None:
+        return dq, _from_key_blocks(dk_blocks, layout, x.kv_heads), _from_key_blocks(dv_blocks, layout, x.kv_heads)
+    end = layout.lengths_k[0]
+    dk, dv = state.own_gradients(end - layout.lengths_q[0], end)
+    return dq, dk, dv
 
 
 class _Operands:
-    """Blocked views that forward and backward share: queries scaled, heads outermost."""
+    """Blocked views that forward and backward share: queries scaled, heads outermost.
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> None:
+    Attributes:
+        q: [H * query blocks, block_size, D]. k, v: [Hk * blocks, block_size, D].
+        q_flat: [tokens_q, H, D].
+        blocks: key blocks of each head in k and v.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, kv_heads: int, layout: PackedLayout) -> None:
+        """q [tokens_q, H, D]; k, v blocked."""
         self.layout = layout
-        self.heads, self.kv_heads = q.shape[1], k.shape[1]
+        self.heads, self.kv_heads = q.shape[1], kv_heads
         self.q_flat = q
         self.q = _head_major(layout.to_query_blocks(q))
-        self.k = _head_major(layout.to_key_blocks(k))
-        self.v = _head_major(layout.to_key_blocks(v))
+        self.k, self.v = k, v
+        self.blocks = k.shape[0] // kv_heads
         size = layout.block_size
         self.causal = torch.full((size, size), -math.inf, dtype=q.dtype).triu_(1)
 
@@ -130,7 +146,7 @@ class _Operands:
 
     def slices(self, selection: BlockSelection) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs of query blocks that read equally many key blocks: rows [n], key block rows [n, count]."""
-        size, blocks = self.layout.block_size, self.k.shape[0] // self.kv_heads
+        size = self.layout.block_size
         counts = selection.dense_counts
         starts = counts.cumsum(0) - counts
         kv_head = torch.arange(counts.numel()) // (counts.numel() // self.heads) // (self.heads // self.kv_heads)
@@ -142,8 +158,13 @@ class _Operands:
             for start in range(position, position + length, step):
                 rows = order[start : min(start + step, position + length)]
                 places = starts[rows][:, None] + torch.arange(count)
-                yield rows, selection.dense_indices[places] + (kv_head[rows] * blocks)[:, None]
+                yield rows, selection.dense_indices[places] + (kv_head[rows] * self.blocks)[:, None]
             position += length
+
+
+def _blocked(k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """k, v [tokens_k, Hk, D] -> [Hk * key blocks, block_size, D] each."""
+    return _head_major(layout.to_key_blocks(k)), _head_major(layout.to_key_blocks(v))
 
 
 def _head_major(blocks: Tensor) -> Tensor:
@@ -178,12 +199,19 @@ def _dense_forward(x: _Operands, selection: BlockSelection) -> tuple[Tensor, Ten
 
 
 def _dense_backward(
-    x: _Operands, grad_out: Tensor, lse: Tensor, delta: Tensor, selection: BlockSelection
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: _Operands,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    selection: BlockSelection,
+    dk: Tensor,
+    dv: Tensor,
+) -> Tensor:
+    """Returns dq, blocked; adds to the blocked dk and dv, in place."""
     size = x.layout.block_size
     grad = x.query_blocks(grad_out)
     lse, delta = x.query_blocks(lse), x.query_blocks(delta)
-    dq, dk, dv = torch.empty_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
+    dq = torch.empty_like(x.q)
     for rows, blocks in x.slices(selection):
         flat = blocks.flatten()
         queries, grads = x.q[rows], grad[rows]
@@ -196,7 +224,7 @@ def _dense_backward(
         ds = torch.bmm(grads, values.transpose(1, 2)).sub_(delta[rows][..., None]).mul_(p)
         dq[rows] = torch.bmm(ds, keys)
         dk.index_add_(0, flat, torch.bmm(ds.transpose(1, 2), queries).view(-1, size, dk.shape[-1]))
-    return dq, dk, dv
+    return dq
 
 
 def _with_empty_row(x: Tensor) -> Tensor:
@@ -211,32 +239,23 @@ def _tile_slices(selection: BlockSelection, size: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _tile_key_rows(selection: BlockSelection, x_blocks: int) -> Tensor:
-    return selection.tile_heads * x_blocks + selection.tile_blocks
+def _tile_key_rows(selection: BlockSelection, x: _Operands) -> Tensor:
+    return selection.tile_heads * x.blocks + selection.tile_blocks
 
 
-def _merge_tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    selection: BlockSelection,
-    layout: PackedLayout,
-) -> tuple[Tensor, Tensor]:
+def _merge_tiles(x: _Operands, out: Tensor, lse: Tensor, selection: BlockSelection) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = out.shape
-    key_blocks, value_blocks = _head_major(layout.to_key_blocks(k)), _head_major(layout.to_key_blocks(v))
-    key_rows = _tile_key_rows(selection, sum(layout.key_blocks))
-    q_flat = _with_empty_row(q)
+    key_rows = _tile_key_rows(selection, x)
+    q_flat = _with_empty_row(x.q_flat)
     rows = selection.tile_rows.flatten()
-    partial, partial_lse = q.new_empty(rows.numel(), dim), q.new_empty(rows.numel())
-    for part in _tile_slices(selection, layout.block_size):
+    partial, partial_lse = out.new_empty(rows.numel(), dim), out.new_empty(rows.numel())
+    for part in _tile_slices(selection, x.layout.block_size):
         places = slice(part.start * TILE, part.stop * TILE)
         blocks = key_rows[part]
-        p = torch.bmm(q_flat[selection.tile_rows[part]], key_blocks[blocks].transpose(1, 2))
+        p = torch.bmm(q_flat[selection.tile_rows[part]], x.k[blocks].transpose(1, 2))
         top = p.amax(-1, keepdim=True)
         total = p.sub_(top).exp_().sum(-1, keepdim=True)
-        partial[places] = torch.bmm(p, value_blocks[blocks]).div_(total).flatten(0, 1)
+        partial[places] = torch.bmm(p, x.v[blocks]).div_(total).flatten(0, 1)
         partial_lse[places] = (top + total.log_()).flatten()
     base, base_lse = _with_empty_row(out), _with_empty_row(lse)
     top = base_lse.scatter_reduce(0, rows, partial_lse, "amax")
@@ -258,7 +277,7 @@ def _tiles_backward(
     dv: Tensor,
 ) -> None:
     """Add the tiles' part to dq [tokens_q, H, D] and to the blocked dk, dv, in place."""
-    key_rows = _tile_key_rows(selection, x.k.shape[0] // x.kv_heads)
+    key_rows = _tile_key_rows(selection, x)
     q_flat, grad_flat = _with_empty_row(x.q_flat), _with_empty_row(grad_out)
     lse_flat, delta_flat = _with_empty_row(lse), _with_empty_row(delta)
     dq_flat = _with_empty_row(torch.zeros_like(dq))

@@ -42,6 +42,11 @@ class MoBARouter:
     def score(self, q: Tensor, k: Tensor, layout: PackedLayout) -> RoutingScores:
         """q [tokens_q, H, D], k [tokens_k, Hk, D] -> mean keys, and the vectors that will score them."""
         keys = layout.to_key_blocks(k.detach()).sum(1) / layout.keys_per_block.to(k.dtype)[:, None, None]
+        return self.score_means(q, keys, layout)
+
+    @torch.no_grad()
+    def score_means(self, q: Tensor, keys: Tensor, layout: PackedLayout) -> RoutingScores:
+        """The same from mean keys [sum(key_blocks), Hk, D] that are there already, as a chunk's are."""
         queries = q.detach()
         if self.granularity == "block":
             queries = layout.to_query_blocks(queries).sum(1) / layout.queries_per_block.to(q.dtype)[:, None, None]

@@ -99,12 +99,14 @@ class MicroBatch:
     Attributes:
         segments: whole samples packed one after another, or one chunk of a sample.
         budgets: attention budget (key blocks per query, own block included) per layer, for all its segments.
-        latency: predicted milliseconds.
+        latency: predicted milliseconds, a recomputed forward included.
+        recompute: a chunk whose forward keeps nothing but keys and values; it runs again before its backward.
     """
 
     segments: tuple[Segment, ...]
     budgets: tuple[int, ...]
     latency: Latency
+    recompute: bool = False
 
     @property
     def tokens(self) -> int:

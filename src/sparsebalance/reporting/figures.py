@@ -53,8 +53,7 @@ def timeline(record: Record, names: Sequence[str]) -> go.Figure:
 def _bars(kind: str, rank: int, units: Sequence[Record], step: Record) -> list[tuple[int, float, float, str]]:
     """(rank, start, duration, hover text) of one kind."""
     if kind == "waiting":
-        last = units[-1]
-        end = last["start_ms"] + last["forward_ms"] + last["backward_ms"]
+        end = max(_backward_start(unit) + unit["backward_ms"] for unit in units)
         wait = step["all_reduce_ms"][rank]
         return [(rank, end, wait, f"gradient all-reduce, waiting included: {wait:.0f} ms")]
     bars = []
@@ -65,10 +64,14 @@ def _bars(kind: str, rank: int, units: Sequence[Record], step: Record) -> list[t
                 f"budgets {unit['budgets']}, predicted {unit['predicted_ms']:.0f} ms, "
                 f"measured {unit_ms(unit):.0f} ms"
             )
-            forward = unit["forward_ms"]
-            start = unit["start_ms"] + (0.0 if kind == "forward" else forward)
-            bars.append((rank, start, forward if kind == "forward" else unit["backward_ms"], text))
+            start = unit["start_ms"] if kind == "forward" else _backward_start(unit)
+            bars.append((rank, start, unit[f"{kind}_ms"], text))
     return bars
+
+
+def _backward_start(unit: Record) -> float:
+    """Right behind the forward in runs that were recorded without it."""
+    return float(unit.get("backward_start_ms", unit["start_ms"] + unit["forward_ms"]))
 
 
 def _short(lengths: Sequence[int]) -> str:

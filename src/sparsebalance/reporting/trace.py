@@ -31,11 +31,14 @@ def trace_events(record: dict[str, Any]) -> list[dict[str, Any]]:
             end = 0.0
             for index, unit in enumerate(units):
                 start, forward, backward = unit["start_ms"], unit["forward_ms"], unit["backward_ms"]
-                end = start + forward + backward
+                backward_start = unit.get("backward_start_ms", start + forward)  # of older runs, right behind
+                end = max(end, backward_start + backward)
                 if unit["tokens"]:
                     details = {key: unit[key] for key in ("lengths", "tokens", "targets", "budgets", "predicted_ms")}
                     events.append(time_slice(f"F{index}", process, rank, start, start + forward, details))
-                    events.append(time_slice(f"B{index}", process, rank, start + forward, end, details))
+                    events.append(
+                        time_slice(f"B{index}", process, rank, backward_start, backward_start + backward, details)
+                    )
             events.append(
                 time_slice("all-reduce and waiting", process, rank, end, end + step["all_reduce_ms"][rank], {})
             )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from sparsebalance.planning.latency import LatencyModel
-from sparsebalance.planning.plan import MicroBatch, StepPlan
+from sparsebalance.planning.latency import LatencyModel, unit_terms
+from sparsebalance.planning.plan import MicroBatch, StepPlan, chain_lengths
 from sparsebalance.training.engine import RankResult, UnitTime
 
 
@@ -33,29 +34,55 @@ def worker_records(
 def _units(
     units: Sequence[MicroBatch], times: Sequence[UnitTime], model: LatencyModel, factor: float
 ) -> list[dict[str, Any]]:
-    records, start_ms = [], 0.0
-    for unit, time in zip(units, times, strict=True):
+    records = []
+    for unit, time, (start_ms, backward_start_ms) in zip(units, times, planned_starts(units), strict=True):
         predicted = unit.latency
-        terms = model.terms(unit.segments, unit.budgets).total_ms()
+        terms = unit_terms(model, unit).total_ms()
         records.append(
             {
                 "lengths": [segment.tokens for segment in unit.segments],
                 "tokens": unit.tokens,
                 "targets": unit.targets,
                 "budgets": list(unit.budgets),
+                **_chunk(unit),
                 "planned": {
                     "start_ms": start_ms,
+                    "backward_start_ms": backward_start_ms,
                     "forward_ms": predicted.forward_ms,
                     "backward_ms": predicted.backward_ms,
                     "terms": {name: ms * factor for name, ms in terms.items()},
                 },
                 "measured": {
                     "start_ms": time.start_ms,
+                    "backward_start_ms": time.backward_start_ms,
                     "forward_ms": time.forward_ms,
                     "backward_ms": time.backward_ms,
                     "terms": time.terms if unit.segments else dict.fromkeys(terms, 0.0),
                 },
             }
         )
-        start_ms += predicted.total_ms
     return records
+
+
+def _chunk(unit: MicroBatch) -> dict[str, Any]:
+    """Which part of which sample the unit is, where it is one."""
+    segment = unit.segments[0] if unit.segments else None
+    if segment is None or segment.is_whole:
+        return {}
+    part = {"sample": segment.sample, "start": segment.start, "of": segment.sample_length}
+    return {"chunk": {**part, "recomputed": unit.recompute}}
+
+
+def planned_starts(units: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+    """Milliseconds at which each unit's forward and backward start on a rank without a pipeline: chunks of a sample
+    run forward in order, then backward last to first."""
+    starts: list[tuple[float, float]] = []
+    now, first = 0.0, 0
+    for length in chain_lengths([unit.segments for unit in units]):
+        chain = [unit.latency for unit in units[first : first + length]]
+        forward = list(accumulate((latency.forward_ms for latency in chain), initial=now))
+        backward = list(accumulate((latency.backward_ms for latency in reversed(chain)), initial=forward.pop()))
+        now = backward.pop()
+        starts += zip(forward, reversed(backward))
+        first += length
+    return starts

@@ -22,6 +22,7 @@ from sparsebalance.attention.cpu import attend
 from sparsebalance.attention.interface import BlockSelection, PackedLayout, budget_per_segment
 from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.attention.probe import CoverageProbe, probe_coverage
+from sparsebalance.attention.state import LayerState, SampleState
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.work import Granularity
 
@@ -42,6 +43,7 @@ class SparseContext:
         probe_rows: queries per segment on which coverage is measured; 0 measures nothing.
         probes: layer -> one probe per segment, filled while running.
         clock: collects how long routing, attention and probing take.
+        state: keys and values of the sample's earlier chunks, where the row is a chunk.
     """
 
     layout: PackedLayout
@@ -51,21 +53,31 @@ class SparseContext:
     probe_rows: int = 0
     probes: dict[int, list[CoverageProbe]] = field(default_factory=dict)
     clock: TermClock = field(default_factory=TermClock)
+    state: SampleState | None = None
     _selections: dict[int, BlockSelection] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]."""
+        """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]; of a chunk, k and v are its own tokens'."""
+        state = None if self.state is None else self.state.layer(layer, k, v)
         selection = self._selections.get(layer)
         if selection is None:
-            with self.clock.measure("router"):
-                budget = budget_per_segment(self.budgets[layer], self.layout)
-                selection = self.router.select(self.router.score(q, k, self.layout), budget)
+            selection = self._select(layer, q, k, v, state)
             if self.keep_selections:
                 self._selections[layer] = selection
             if self.probe_rows:
                 with self.clock.measure("probe"):
-                    self.probes[layer] = probe_coverage(q, k, self.layout, self.router, self.probe_rows, scale)
-        return attend(q, k, v, selection, self.layout, scale, self.clock)[0]
+                    keys = k if state is None else state.prefix(self.layout.tokens_k).to(k.dtype)
+                    self.probes[layer] = probe_coverage(q, keys, self.layout, self.router, self.probe_rows, scale)
+        return attend(q, k, v, selection, self.layout, scale, self.clock, state)[0]
+
+    def _select(self, layer: int, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None) -> BlockSelection:
+        with self.clock.measure("router"):
+            budget = budget_per_segment(self.budgets[layer], self.layout)
+            if state is None:
+                return self.router.select(self.router.score(q, k, self.layout), budget)
+            state.write(self.layout.tokens_k - self.layout.tokens_q, k, v)
+            means = state.means[: self.layout.key_blocks[0]]
+            return self.router.select(self.router.score_means(q, means, self.layout), budget)
 
 
 def activate(model: PreTrainedModel, block_size: int, budget: int, granularity: Granularity) -> None:
