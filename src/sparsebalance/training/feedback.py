@@ -1,4 +1,4 @@
-"""What earlier steps taught, for planning later ones: coverage curves, and how far the latency table is off.
+"""What earlier steps taught, for planning later ones: coverage curves, budgets given, how far the table is off.
 
 In: plans with what was measured under them, the same on every rank. Out: `Feedback`, frozen, which together with
 the step number is all that a plan depends on.
@@ -7,13 +7,14 @@ the step number is all that a plan depends on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from sparsebalance.planning.correction import CorrectedModel, Correction, Observation
 from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator
-from sparsebalance.planning.latency import LatencyModel
-from sparsebalance.planning.plan import MicroBatch, StepPlan
+from sparsebalance.planning.expected import BudgetEstimator, GivenBudgets, LayerBudgets
+from sparsebalance.planning.latency import LatencyModel, unit_terms
+from sparsebalance.planning.plan import MicroBatch, Sample, StepPlan
 from sparsebalance.training.engine import Probes, UnitTime
 
 
@@ -22,17 +23,36 @@ class Feedback:
     """Attributes:
     curves: coverage over budget, as measured so far.
     correction: factors of the latency table's terms and of the ranks.
+    budgets: policy name -> what its plans gave so far; policies place and tune differently, so each learns alone.
     """
 
     curves: CoverageCurves
     correction: Correction
+    budgets: Mapping[str, GivenBudgets] = field(default_factory=dict)
+
+    def expected(self, policy: str, samples: Sequence[Sample]) -> dict[int, LayerBudgets]:
+        """Sample id -> blocks per layer that the policy is expected to give it, where anything is known of that."""
+        given = self.budgets.get(policy)
+        return {} if given is None else given.expected(samples)
+
+    def on_ranks(self, count: int) -> Self:
+        """For a run that goes on with `count` ranks."""
+        return replace(self, correction=self.correction.on_ranks(count))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"curves": self.curves.state_dict(), "correction": self.correction.state_dict()}
+        return {
+            "curves": self.curves.state_dict(),
+            "correction": self.correction.state_dict(),
+            "budgets": {policy: given.state_dict() for policy, given in self.budgets.items()},
+        }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        return cls(CoverageCurves.from_state_dict(state["curves"]), Correction.from_state_dict(state["correction"]))
+        return cls(
+            CoverageCurves.from_state_dict(state["curves"]),
+            Correction.from_state_dict(state["correction"]),
+            {policy: GivenBudgets.from_state_dict(given) for policy, given in state["budgets"].items()},
+        )
 
 
 class Learner:
@@ -46,11 +66,13 @@ class Learner:
         """
         self.model = model
         self._estimator = CoverageEstimator(model.block_size)
+        self._budgets: dict[str, BudgetEstimator] = {}
         self._correction = correction if correcting else Correction((1.0,) * len(correction.ranks))
         self._correcting = correcting
 
     def feedback(self) -> Feedback:
-        return Feedback(self._estimator.curves(), self._correction)
+        budgets = {policy: estimator.given() for policy, estimator in self._budgets.items()}
+        return Feedback(self._estimator.curves(), self._correction, budgets)
 
     def corrected(self, feedback: Feedback) -> LatencyModel:
         """The model that a plan with this feedback is made by."""
@@ -59,8 +81,17 @@ class Learner:
     def learn_coverage(self, plan: StepPlan, probes: Probes) -> None:
         """In an order that is the same on every rank."""
         lengths = {s.sample: s.sample_length for unit in plan.micro_batches for s in unit.segments}
+        curves: dict[int, dict[int, tuple[float, ...]]] = {}
         for (sample, layer), probe in sorted(probes.items()):
-            self._estimator.update(layer, lengths[sample], probe.router)
+            curves.setdefault(sample, {})[layer] = probe.router
+        for sample, layers in curves.items():
+            self._estimator.update_sample(sample, lengths[sample], layers)
+
+    def learn_budgets(self, plan: StepPlan) -> None:
+        """What a tuned policy gave in a step; of one whose budgets are fixed there is nothing to learn."""
+        if plan.policy not in self._budgets:
+            self._budgets[plan.policy] = BudgetEstimator(self.model.block_size)
+        self._budgets[plan.policy].update(plan)
 
     def learn_times(self, step: Sequence[Sequence[tuple[MicroBatch, UnitTime]]]) -> None:
         """Args:
@@ -70,7 +101,7 @@ class Learner:
             self._correction = self._correction.updated(
                 [
                     [
-                        Observation(self.model.terms(unit.segments, unit.budgets).total_ms(), time.terms)
+                        Observation(unit_terms(self.model, unit).total_ms(), time.terms)
                         for unit, time in units
                         if unit.segments
                     ]
@@ -79,8 +110,19 @@ class Learner:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"estimator": self._estimator.state_dict(), "correction": self._correction.state_dict()}
+        return {
+            "estimator": self._estimator.state_dict(),
+            "correction": self._correction.state_dict(),
+            "budgets": {policy: estimator.state_dict() for policy, estimator in self._budgets.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises:
+        InputError: the state was saved under another block size.
+        """
         self._estimator.load_state_dict(state["estimator"])
-        self._correction = Correction.from_state_dict(state["correction"])
+        self._correction = Correction.from_state_dict(state["correction"]).on_ranks(len(self._correction.ranks))
+        self._budgets = {}
+        for policy, saved in state["budgets"].items():
+            self._budgets[policy] = BudgetEstimator(self.model.block_size)
+            self._budgets[policy].load_state_dict(saved)
