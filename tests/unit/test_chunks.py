@@ -32,16 +32,24 @@ def planned(lengths: list[int], size: int, keep: int, budgets: tuple[int, ...] =
 
 
 def run_both(
-    lengths: list[int], size: int, keep: int, dtype: str, granularity: str, checkpointing: bool
+    lengths: list[int],
+    size: int,
+    keep: int,
+    dtype: str,
+    granularity: str,
+    checkpointing: bool,
+    budgets: tuple[int, ...] = (3, 3),
 ) -> tuple[tuple[RankResult, dict[str, torch.Tensor]], tuple[RankResult, dict[str, torch.Tensor]]]:
     examples = [example(n, n - 1, seed=i) for i, n in enumerate(lengths)]
     targets = sum(one.target_count for one in examples)
     model = tiny_model(dtype, granularity)  # type: ignore[arg-type]
-    alone = engine(model, granularity).run([unit(examples, i) for i in range(len(lengths))], examples, targets)  # type: ignore[arg-type]
+    alone = engine(model, granularity).run(
+        [unit(examples, i, budgets=budgets) for i in range(len(lengths))], examples, targets
+    )  # type: ignore[arg-type]
     expected = alone, gradients(model)
     model = tiny_model(dtype, granularity, checkpointing=checkpointing)  # type: ignore[arg-type]
     run = engine(model, granularity, checkpointing)  # type: ignore[arg-type]
-    return expected, (run.run(planned(lengths, size, keep), examples, targets), gradients(model))
+    return expected, (run.run(planned(lengths, size, keep, budgets), examples, targets), gradients(model))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
@@ -56,10 +64,24 @@ def run_both(
 def test_chunked_and_packed_is_the_same_as_one_by_one(
     dtype: str, tolerance: float, lengths: list[int], blocks: int, keep: int, granularity: str, checkpointing: bool
 ) -> None:
-    (alone, grads), (chunked, found) = run_both(lengths, blocks * BLOCK, keep, dtype, granularity, checkpointing)
+    # In fp32 the rounding of a row's matrix products depends on its length, and a near-tie between two blocks may fall
+    # the other way; where there is nothing to choose, there is none.
+    budgets = (3, 3) if dtype == "float64" else (1, 99)
+    (alone, grads), (chunked, found) = run_both(
+        lengths, blocks * BLOCK, keep, dtype, granularity, checkpointing, budgets
+    )
     assert chunked.loss == pytest.approx(alone.loss, rel=tolerance)
     if any(float(grad.abs().max()) for grad in grads.values()):
         assert largest_difference(grads, found) < tolerance
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("lengths", [[64, 30, 9], [1, 80], [50, 50, 7]])
+def test_chunks_in_fp32_choose_the_same_blocks(granularity: str, lengths: list[int]) -> None:
+    """On samples without a near-tie between blocks."""
+    (alone, grads), (chunked, found) = run_both(lengths, 16, 2, "float32", granularity, False)
+    assert chunked.loss == pytest.approx(alone.loss, rel=1e-5)
+    assert largest_difference(grads, found) < 1e-5
 
 
 @pytest.mark.parametrize("budget", [1, 2, 99])

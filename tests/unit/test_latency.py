@@ -6,16 +6,18 @@ import json
 import math
 import pickle
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsebalance.planning.correction import CorrectedModel, Correction
 from sparsebalance.planning.decoder import Decoder
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.latency import RooflineModel
+from sparsebalance.planning.latency import TERMS, LatencyModel, RooflineModel
 from sparsebalance.planning.network import LinkCost, NetworkCosts, ring_all_reduce
 from sparsebalance.planning.plan import Latency, Segment
 from sparsebalance.planning.table import AttentionPoint, Identity, LatencyTable, LinePoint
@@ -317,3 +319,47 @@ def test_link_costs_are_fitted_and_never_negative() -> None:
 def test_a_ring_moves_the_buffer_twice_less_one_share() -> None:
     assert ring_all_reduce(100.0, 1, 10.0, 5.0) == 0.0
     assert ring_all_reduce(100.0, 4, 10.0, 5.0) == pytest.approx(6 * (0.005 + 2.5))
+
+
+@cache
+def models() -> dict[str, LatencyModel]:
+    token = replace(IDENTITY, granularity="token")
+    roofline = RooflineModel(Decoder(2, 64, 128, 4, 2, 32, 100, tied=True), slow_device(), 16)
+    correction = Correction((1.0,), {"linear": 0.5, "router": 3.0, "attend": 1.5, "head": 2.0})
+    return {
+        "table": make_table(),
+        "table by token": make_table(identity=token),
+        "roofline": roofline,
+        "roofline, many devices": replace(roofline, granularity="block", tp=2, sp=2, checkpointing=True),
+        "corrected": CorrectedModel(make_table(), correction),
+    }
+
+
+some_units = st.lists(
+    st.lists(st.tuples(st.integers(1, 3000), st.floats(0, 1), st.floats(0, 1)), max_size=4).map(
+        lambda rows: [
+            Segment(i, start := int(n * a) // 16 * 16, n, n, int((n - start) * b)) for i, (n, a, b) in enumerate(rows)
+        ]
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("name", models())
+@settings(max_examples=20, deadline=None)
+@given(some_units, st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=6, max_size=6))
+def test_many_units_at_once_cost_what_each_costs_alone(
+    name: str, units: list[list[Segment]], layers: list[tuple[int, int]]
+) -> None:
+    """At one budget a layer for all, and at budgets of their own; empty units cost nothing."""
+    model = models()[name]
+    for budgets in (np.array(layers[0]), np.array(layers[: len(units)])):
+        found = model.many_terms(units, budgets)
+        assert found.shape == (4, 2, len(units))
+        for unit, blocks, ms in zip(units, np.broadcast_to(budgets, (len(units), 2)).tolist(), found.T):
+            terms = model.terms(unit, blocks)
+            each = [[getattr(getattr(terms, t), side) for t in TERMS] for side in ("forward_ms", "backward_ms")]
+            assert ms.tolist() == [pytest.approx(row, rel=1e-9, abs=1e-12) for row in each]
+            assert ms.sum() == pytest.approx(model.latency(unit, blocks).total_ms, rel=1e-9)
+    assert model.many_terms([], np.array(layers[0])).shape == (4, 2, 0)

@@ -323,7 +323,7 @@ def test_reading_a_directory_without_datasets_says_what_to_install(
         read_lengths(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["longalign-10k", "longalpaca-12k"])
+@pytest.mark.parametrize("name", ["longalign-10k", "longalpaca-12k", "real"])
 def test_a_draw_reproduces_the_published_anchors(name: str) -> None:
     (part,) = table(name)["parts"]
     values = draw(name, 200_000, seed=1)
@@ -353,8 +353,11 @@ def test_the_mixture_takes_each_part_in_proportion_and_cuts_the_long_one() -> No
 def test_tables_rise_and_pass_through_their_anchors(name: str) -> None:
     record = table(name)
     assert record["name"] == name
-    assert len(record["source"]["commit"]) == 40
-    assert "low end" in record["assumed"]
+    for source in record.get("sources") or [record["source"]]:
+        assert source["repository"].startswith("https://github.com/")
+        assert len(source["commit"]) == 40
+        assert source["licence"]
+    assert ("nothing" if "sources" in record else "low end") in record["assumed"]
     for part in record["parts"]:
         quantiles = np.array(part["quantiles"])
         assert len(quantiles) == 1001
@@ -385,6 +388,19 @@ def test_a_distribution_is_a_source_with_its_own_number_of_rows() -> None:
     assert lengths.provenance == (
         "9,888 lengths drawn with seed 0 from quantiles of zai-org/LongAlign-10k, rebuilt between the anchors that "
         "https://github.com/aarti-cerebras/verl publishes at a01cbe393e7d; assumed: the low end (6,600 tokens)"
+    )
+
+
+def test_the_real_mix_says_what_was_counted() -> None:
+    lengths = read_lengths("real")
+    assert (len(lengths.values), lengths.targets, lengths.source) == (12_199, None, "real")
+    assert 20 <= lengths.values.min() <= lengths.values.max() <= 130_265
+    assert sum(source["samples"] for source in table("real")["sources"]) == 12_199
+    assert float((lengths.values < 512).mean()) == pytest.approx(4_845 / 12_199, abs=0.01)  # of all that were counted
+    assert lengths.values.sum() == pytest.approx(76.81e6, rel=0.03)
+    assert lengths.provenance == (
+        "12,199 lengths drawn with seed 0 from quantiles of a mix of real long-document instruction samples, counted "
+        "in 9 public sources; assumed: nothing, every sample was counted"
     )
 
 

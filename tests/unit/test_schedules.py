@@ -138,10 +138,12 @@ def test_1f1b_with_chunks_holds_at_most_the_longest_chain_and_the_warm_up(chains
 
 
 def test_1f1b_with_chunks_by_hand() -> None:
-    """Units 0 and 1 are chunks of one sample: 1 runs backward before 0, and not before both ran forward."""
+    """Units 0 and 1 are chunks of one sample: 1 runs backward before 0, and not before both ran forward. Unit 2 runs
+    forward as soon as one of the two is gone; without another stage to keep busy, when both are."""
     first, last = one_forward_one_backward((2, 1), 2)
     assert written(first) == "F0 F1 F2 B1 B0 B2"
-    assert written(last) == "F0 F1 B1 B0 F2 B2"
+    assert written(last) == "F0 F1 B1 F2 B0 B2"
+    assert written(one_forward_one_backward((2, 1), 1)[0]) == "F0 F1 B1 B0 F2 B2"
     assert backward_order((2, 1, 3)) == [1, 0, 2, 5, 4, 3]
 
 

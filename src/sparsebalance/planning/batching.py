@@ -1,25 +1,52 @@
 """Sparsity-aware batching (SAB): which samples share a micro-batch, and on which rank it runs.
 
-In: the samples of one step and a latency model. Out: a placement, units per rank in execution order.
+In: the samples of one step and a latency model. Out: a placement, units per rank in execution order. Units are made in
+`units.py`, ranks are balanced in `placement.py`; `plan_order.py` orders each rank for a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.expected import ExpectedBudgets
 from sparsebalance.planning.latency import Floats, LatencyModel
+from sparsebalance.planning.placement import largest_first, refine
 from sparsebalance.planning.plan import Sample, Segment, Topology
+from sparsebalance.planning.units import (
+    EMPTY,
+    Placement,
+    Unit,
+    check_cap,
+    check_not_empty,
+    check_unit_size,
+    cut,
+    longest_first,
+    pack_first_fit,
+    pack_sorted,
+    split_packs,
+)
 
-Unit = tuple[Segment, ...]
-Placement = tuple[tuple[Unit, ...], ...]  # [data-parallel rank][execution order]
+__all__ = [
+    "EMPTY",
+    "Batching",
+    "Placement",
+    "SparsityAware",
+    "Unit",
+    "check_cap",
+    "check_not_empty",
+    "check_unit_size",
+    "cut",
+    "largest_first",
+    "pack_first_fit",
+    "refine",
+    "sab",
+]
 
-EMPTY: tuple[Unit, ...] = ((),)  # a rank without samples says so with one empty unit
 PACK_SIZES = (1024, 4096, 16384)  # tokens, below the cap
 PACK_TOLERANCE = 0.01
 
@@ -37,42 +64,24 @@ class Batching(Protocol):
     ) -> Placement: ...
 
 
-def check_not_empty(samples: Sequence[Sample]) -> None:
-    """Raises:
-    InputError: no samples.
-    """
-    if not samples:
-        raise InputError("the step has no samples; a global batch needs at least one")
-
-
-def check_cap(samples: Sequence[Sample], token_cap: int) -> None:
-    """Raises:
-    InputError: no samples, or a sample that alone is over the cap of a micro-batch.
-    """
-    check_not_empty(samples)
-    longest = max(samples, key=lambda sample: (sample.length, -sample.id))
-    if longest.length > token_cap:
-        raise InputError(
-            f"sample {longest.id} has {longest.length} tokens, over the cap of {token_cap} tokens per "
-            "micro-batch; raise token_cap, or truncate or drop longer samples"
-        )
-
-
 @dataclass(frozen=True)
 class SparsityAware:
     """Place samples on ranks by predicted latency, then make units of each rank's samples.
 
-    Placement: largest first on the rank that is done first with it, then moves and swaps that lower the slowest
-    rank; a slow rank (`LatencyModel.rank_factor`) is given less. Units without a unit size: first fit, longest
-    first, up to the pack size that is predicted fastest, at most the token cap. With one: samples longer than it
-    are cut in chunks of nearly equal size, shorter ones are packed up to it, and units run by falling cost.
-    A rank without samples gets one empty unit.
+    Placement: largest first on the rank that is done first with it, then exchanges that lower the slowest rank; a
+    slow rank (`LatencyModel.rank_factor`) is given less. Units without a unit size: first fit, longest first, up to
+    the pack size that is predicted fastest, at most the token cap. With one: samples longer than it are cut in chunks
+    of nearly equal size, shorter ones are packed up to it. Units run by falling cost: a pipeline drains on cheap
+    ones. A rank without samples gets one empty unit.
 
     Attributes:
         unit_size: tokens, a multiple of the block size; None leaves samples whole.
+        equal_counts: give all ranks equally many units, for back ends that need it: where a rank has fewer than
+            another, its packs are split, and where that is not enough, empty units follow at its end.
     """
 
     unit_size: int | None = None
+    equal_counts: bool = False
 
     def __call__(
         self,
@@ -91,155 +100,95 @@ class SparsityAware:
         else:
             check_not_empty(samples)
             check_unit_size(size, model.block_size, token_cap)
-        pieces = [cut(sample, size, model.block_size) for sample in samples]
-        shortest = [Segment.whole(min(samples, key=lambda sample: (sample.length, sample.id)))]
-        default = budgets.default
-        alone = model.latency(shortest, default).total_ms
-        # In a packed unit a sample pays no fixed cost of its own: count what it adds to a unit with another one.
-        costs = np.array(
-            [
-                model.latency((*shortest, *parts), budgets.of(sample.id)).total_ms - alone
-                if len(parts) == 1
-                else sum(model.latency((part,), budgets.of(sample.id)).total_ms for part in parts)
-                for sample, parts in zip(samples, pieces)
-            ]
-        )
+        chains = [tuple([(part,) for part in cut(sample, size, model.block_size)]) for sample in samples]
+        costs, alone = _costs(samples, chains, model, budgets)
         factors = np.array([model.rank_factor(rank) for rank in range(topology.dp)])
         ranks = refine(largest_first(costs, factors), costs, factors)
-        return tuple(
-            _pack_fastest([pieces[i][0] for i in rank], model, default, token_cap)
-            if size is None
-            else _units([pieces[i] for i in rank], size, model, default)
-            for rank in ranks
-        )
+        chunked = [[chains[i] for i in rank if len(chains[i]) > 1] for rank in ranks]
+        shorter = [longest_first([chains[i][0][0] for i in rank if len(chains[i]) == 1]) for rank in ranks]
+        if size is None:
+            packs = _fastest_packs(shorter, model, budgets, token_cap)
+        else:
+            packs = [pack_sorted(segments, size) for segments in shorter]
+        if self.equal_counts:
+            chunks = [sum(map(len, own)) for own in chunked]
+            most = max(count + len(own) for count, own in zip(chunks, packs))
+            packs = [split_packs(own, most - count) for count, own in zip(chunks, packs)]
+        of_sample = dict(zip((sample.id for sample in samples), costs.tolist()))
+        placed = [_by_falling_cost(*own, of_sample, alone) for own in zip(chunked, packs)]
+        count = max(map(len, placed)) if self.equal_counts else 1
+        return tuple(units + EMPTY * (count - len(units)) for units in placed)
 
 
 sab: Batching = SparsityAware()
 
 
-def check_unit_size(size: int, block_size: int, token_cap: int) -> None:
-    """Raises:
-    InputError: a unit size that is no multiple of the block size, or over the cap.
+def _costs(
+    samples: Sequence[Sample], chains: Sequence[tuple[Unit, ...]], model: LatencyModel, budgets: ExpectedBudgets
+) -> tuple[Floats, float]:
+    """[samples] milliseconds of each, and of the shortest one as a unit of its own.
+
+    In a packed unit a sample pays no fixed cost of its own: counted is what it adds to a unit with the shortest one.
+    Chunks are units of their own.
     """
-    if size < block_size or size % block_size:
-        raise InputError(f"unit size {size} is no multiple of the block size {block_size}; chunks are whole blocks")
-    if size > token_cap:
-        raise InputError(f"unit size {size} is over the cap of {token_cap} tokens per micro-batch; lower it")
+    shortest = Segment.whole(min(samples, key=lambda sample: (sample.length, sample.id)))
+    units: list[Unit] = [(shortest,)]
+    for chain in chains:
+        if len(chain) == 1:
+            units.append((shortest, *chain[0]))
+        else:
+            units += chain
+    counts = np.array([len(chain) for chain in chains])
+    blocks = np.array(budgets.default)
+    if not budgets.samples:
+        ms = model.many_terms(units, blocks).sum((0, 1))
+        alone = ms[:1]
+    else:
+        each = np.array([budgets.of(sample.id) for sample in samples])
+        ms = model.many_terms(units, np.concatenate([blocks[None], np.repeat(each, counts, axis=0)])).sum((0, 1))
+        # With the budgets of the sample that it is taken off, or similar lengths would seem to cost nothing alike.
+        alone = model.many_terms([units[0]] * len(samples), each).sum((0, 1))
+    costs: Floats = np.add.reduceat(ms[1:], np.cumsum(counts) - counts) - np.where(counts == 1, alone, 0.0)
+    return costs, float(ms[0])
 
 
-def cut(sample: Sample, unit_size: int | None, block_size: int) -> tuple[Segment, ...]:
-    """The sample whole, or in the fewest chunks of at most `unit_size` tokens, as equal as whole blocks allow.
-
-    Where its target tokens lie is not known to a plan made of lengths alone: they are taken to be its last ones,
-    as in instruction data.
-    """
-    if unit_size is None or sample.length <= unit_size:
-        return (Segment.whole(sample),)
-    count = -(-sample.length // unit_size)
-    size = -(-sample.length // (count * block_size)) * block_size
-    first_target = sample.length - sample.targets
-    return tuple(
-        Segment(
-            sample.id,
-            start,
-            min(start + size, sample.length),
-            sample.length,
-            max(0, min(start + size, sample.length) - max(start, first_target)),
-        )
-        for start in range(0, sample.length, size)
-    )
-
-
-def _units(
-    pieces: Sequence[tuple[Segment, ...]], size: int, model: LatencyModel, budgets: Sequence[int]
-) -> tuple[Unit, ...]:
-    """Chunks as units of their own, packs of short samples, the costliest first: a pipeline drains on cheap ones."""
-    chains: list[tuple[Unit, ...]] = [tuple((part,) for part in parts) for parts in pieces if len(parts) > 1]
-    whole = [parts[0] for parts in pieces if len(parts) == 1]
-    if whole:
-        chains += [(unit,) for unit in pack_first_fit(whole, size)]
-    cost = [sum(model.latency(unit, budgets).total_ms for unit in chain) for chain in chains]
-    order = sorted(range(len(chains)), key=lambda i: (-cost[i], i))
-    return tuple(unit for i in order for unit in chains[i]) or EMPTY
-
-
-def _pack_fastest(
-    segments: Sequence[Segment], model: LatencyModel, budgets: Sequence[int], token_cap: int
-) -> tuple[Unit, ...]:
-    """Pack up to the smallest of a few sizes whose predicted time is within PACK_TOLERANCE of the best one.
+def _fastest_packs(
+    ranks: Sequence[Sequence[Segment]], model: LatencyModel, budgets: ExpectedBudgets, token_cap: int
+) -> list[tuple[Unit, ...]]:
+    """Pack each rank up to the smallest of a few sizes whose predicted time is within PACK_TOLERANCE of the best one.
 
     Larger packs save fixed costs but need more memory, and beyond some size they run slower where caches are
     small; the latency model knows both.
     """
-    packings: dict[tuple[Unit, ...], float] = {}
-    for size in (*PACK_SIZES, token_cap):
-        units = pack_first_fit(segments, min(size, token_cap))
-        if units not in packings:
-            packings[units] = sum(model.latency(unit, budgets).total_ms for unit in units)
-    limit = min(packings.values()) * (1 + PACK_TOLERANCE)
-    return next(units for units, ms in packings.items() if ms <= limit)
+    sizes = sorted({min(size, token_cap) for size in (*PACK_SIZES, token_cap)})
+    packings = [_packings(rank, sizes) for rank in ranks]
+    units = [unit for rank in packings for packing in rank for unit in packing]
+    times = iter(model.many_terms(units, np.array(budgets.default)).sum((0, 1)).tolist())
+    chosen = []
+    for rank in packings:
+        ms = [sum(itertools.islice(times, len(packing))) for packing in rank]
+        limit = min(ms) * (1 + PACK_TOLERANCE)
+        chosen.append(next(packing for packing, predicted in zip(rank, ms) if predicted <= limit))
+    return chosen
 
 
-def largest_first(costs: Floats, factors: Floats) -> list[list[int]]:
-    """Deal items by falling cost, each to the rank that is then done first (the lowest rank among equals).
-
-    Args:
-        costs: [items] milliseconds on a rank of factor 1. factors: [ranks], how much slower each rank is.
-    """
-    placed: list[list[int]] = [[] for _ in factors]
-    loads = np.zeros(len(factors))
-    for item in np.lexsort((np.arange(len(costs)), -costs)).tolist():
-        done = loads + costs[item] * factors
-        rank = int(np.argmin(done))
-        placed[rank].append(item)
-        loads[rank] = done[rank]
-    return placed
-
-
-def refine(ranks: list[list[int]], costs: Floats, factors: Floats, rounds: int = 100) -> list[list[int]]:
-    """Lower the slowest rank by moving one of its items to another rank, or swapping it for a cheaper one.
-
-    Each round takes the change that leaves the slower of the two ranks fastest, and stops when none helps.
-    """
-    placed = [list(rank) for rank in ranks]
-    loads = np.array([costs[rank].sum() for rank in placed]) * factors
-    for _ in range(rounds):
-        slow = int(np.argmax(loads))
-        for fast in np.argsort(loads, kind="stable").tolist():
-            if fast == slow or loads[slow] <= loads[fast]:
-                continue
-            give = costs[placed[slow]]
-            take = np.append(costs[placed[fast]], 0.0)  # taking "nothing" makes the swap a move
-            change = give[:, None] - take[None, :]
-            later = np.maximum(loads[slow] - change * factors[slow], loads[fast] + change * factors[fast])
-            best = int(np.argmin(later))
-            if later.size == 0 or later.flat[best] > loads[slow] * (1 - 1e-9):
-                continue
-            x, y = divmod(best, len(take))
-            item = placed[slow].pop(x)
-            if y < len(placed[fast]):
-                placed[slow].append(placed[fast].pop(y))
-            placed[fast].append(item)
-            loads[slow] -= change[x, y] * factors[slow]
-            loads[fast] += change[x, y] * factors[fast]
+def _packings(segments: Sequence[Segment], sizes: Sequence[int]) -> list[tuple[Unit, ...]]:
+    """Distinct packings up to each of the rising sizes."""
+    found = [pack_sorted(segments, sizes[0])]
+    for size in sizes[1:]:
+        if len(found[-1]) < 2:  # more room changes nothing
             break
-        else:
-            break
-    return placed
+        packing = pack_sorted(segments, size)
+        if packing != found[-1]:
+            found.append(packing)
+    return found
 
 
-def pack_first_fit(segments: Sequence[Segment], token_cap: int) -> tuple[Unit, ...]:
-    """Longest first into the first unit with room; one empty unit where there is nothing to pack.
-
-    A segment over the cap gets a unit of its own.
-    """
-    units: list[list[Segment]] = []
-    room: list[int] = []
-    for segment in sorted(segments, key=lambda s: (-s.tokens, s.sample)):
-        index = next((i for i, free in enumerate(room) if segment.tokens <= free), len(units))
-        if index == len(units):
-            units.append([])
-            room.append(token_cap)
-        units[index].append(segment)
-        room[index] -= segment.tokens
-    return tuple(tuple(unit) for unit in units) or EMPTY
+def _by_falling_cost(
+    chains: Sequence[tuple[Unit, ...]], packs: Sequence[Unit], of_sample: Mapping[int, float], alone: float
+) -> tuple[Unit, ...]:
+    """The costliest first; `alone` makes up for what samples do not pay in a pack."""
+    packed = [alone + sum(of_sample[segment.sample] for segment in pack) for pack in packs]
+    ordered = [*chains, *((pack,) for pack in packs)]
+    cost = [of_sample[chain[0][0].sample] for chain in chains] + packed
+    return tuple(unit for i in sorted(range(len(cost)), key=lambda i: (-cost[i], i)) for unit in ordered[i])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.latency import NOTHING, TERMS, Floats, FromTerms, LatencyModel, Terms
+from sparsebalance.planning.latency import NOTHING, TERMS, Floats, FromTerms, Ints, LatencyModel, Terms
 from sparsebalance.planning.plan import Segment
 
 RATE = 0.3  # weight of the newest step: a rank that turns 1.5x slower is known within 4 % after 7 steps
@@ -48,6 +48,10 @@ class Correction:
         for value in (*self.ranks, *self.terms.values()):
             if not (math.isfinite(value) and value > 0):
                 raise InputError(f"a correction factor is {value}, but factors are finite and above 0")
+
+    def on_ranks(self, count: int) -> Correction:
+        """For a run that goes on with another number of ranks: other processes, of which nothing is known."""
+        return self if len(self.ranks) == count else replace(self, ranks=(1.0,) * count)
 
     def updated(self, step: Sequence[Sequence[Observation]]) -> Correction:
         """The correction after one more step.
@@ -124,6 +128,11 @@ class CorrectedModel(FromTerms):
             return NOTHING
         found = self.base.terms(segments, budgets)
         return Terms(*(getattr(found, name).scaled(self.correction.terms[name]) for name in TERMS))
+
+    def many_terms(self, units: Sequence[Sequence[Segment]], budgets: Ints) -> Floats:
+        factors = np.array([self.correction.terms[name] for name in TERMS])
+        corrected: Floats = self.base.many_terms(units, budgets) * factors[:, None, None]
+        return corrected
 
     def layer_attention(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Floats:
         router, attend = self.correction.terms["router"], self.correction.terms["attend"]

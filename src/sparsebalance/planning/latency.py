@@ -7,12 +7,13 @@ router, attention, head), forward and backward apart. The profiled model is
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,13 @@ from numpy.typing import NDArray
 from sparsebalance.planning.decoder import Decoder
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.hardware import Device
-from sparsebalance.planning.plan import Latency, Segment
+from sparsebalance.planning.plan import Latency, MicroBatch, Segment
 from sparsebalance.planning.work import Granularity, computed_scores, router_scores
 
 TERMS: tuple[str, ...] = ("linear", "router", "attend", "head")
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Amount = TypeVar("Amount", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,16 @@ class Terms:
             a.forward_ms + b.forward_ms + c.forward_ms + d.forward_ms,
             a.backward_ms + b.backward_ms + c.backward_ms + d.backward_ms,
         )
+
+    def recomputed(self) -> Terms:
+        """Of a chunk whose forward keeps nothing: it runs again before the backward, with the blocks already chosen,
+        and the head only then."""
+
+        def again(part: Latency) -> Latency:
+            return Latency(part.forward_ms, part.backward_ms + part.forward_ms)
+
+        head = Latency(0.0, self.head.total_ms)
+        return Terms(again(self.linear), self.router, again(self.attend), head)
 
     def total_ms(self) -> dict[str, float]:
         """Forward + backward milliseconds by term."""
@@ -80,6 +93,14 @@ class LatencyModel(Protocol):
         """
         ...
 
+    def many_terms(self, units: Sequence[Sequence[Segment]], budgets: Ints) -> Floats:
+        """`terms` of many micro-batches in one call, [4, 2, units]: by `TERMS`, forward and backward milliseconds.
+
+        Args:
+            budgets: [layers] blocks for all of them, or [units, layers].
+        """
+        ...
+
     def layer_attention(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Floats:
         """Milliseconds of one attention layer at each of `budgets`, [3, len(budgets)]: router, forward, backward."""
         ...
@@ -97,8 +118,35 @@ class LatencyModel(Protocol):
         ...
 
 
+def unit_terms(model: LatencyModel, unit: MicroBatch) -> Terms:
+    """What a micro-batch of a plan takes, its recomputed forward included."""
+    terms = model.terms(unit.segments, unit.budgets)
+    return terms.recomputed() if unit.recompute else terms
+
+
+def recomputed_terms(terms: Floats, again: NDArray[np.bool_]) -> Floats:
+    """`Terms.recomputed` of the units marked in `again` [units]; terms as `LatencyModel.many_terms` gives them."""
+    linear, _, attend, head = terms[:, 0]
+    found = terms.copy()
+    found[TERMS.index("linear"), 1] += np.where(again, linear, 0.0)
+    found[TERMS.index("attend"), 1] += np.where(again, attend, 0.0)
+    found[TERMS.index("head"), 1] += np.where(again, head, 0.0)
+    found[TERMS.index("head"), 0] = np.where(again, 0.0, head)
+    return found
+
+
 class FromTerms:
     """What follows from `terms` and `layer_attention` in every latency model."""
+
+    def many_terms(self: LatencyModel, units: Sequence[Sequence[Segment]], budgets: Ints) -> Floats:
+        found = np.zeros((len(TERMS), 2, len(units)))
+        rows: list[list[int]] = np.broadcast_to(budgets, (len(units), budgets.shape[-1])).tolist()
+        for place, (unit, layers) in enumerate(zip(units, rows)):
+            terms = self.terms(unit, layers)
+            for term, name in enumerate(TERMS):
+                latency: Latency = getattr(terms, name)
+                found[term, :, place] = latency.forward_ms, latency.backward_ms
+        return found
 
     def latency(self: LatencyModel, segments: Sequence[Segment], budgets: Sequence[int]) -> Latency:
         return self.terms(segments, budgets).latency
@@ -111,8 +159,57 @@ class FromTerms:
         return 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class FlatUnits:
+    """Many micro-batches as arrays over all their segments.
+
+    Attributes:
+        unit: [segments] int64, place of the segment's micro-batch. start, end: [segments] int64.
+        tokens, targets: [units] float64 sums.
+    """
+
+    unit: Ints
+    start: Ints
+    end: Ints
+    tokens: Floats
+    targets: Floats
+
+    @classmethod
+    def of(cls, units: Sequence[Sequence[Segment]]) -> FlatUnits:
+        counts = np.fromiter(map(len, units), dtype=np.int64, count=len(units))
+        unit, total = np.repeat(np.arange(len(units)), counts), int(counts.sum())
+        segments = itertools.chain.from_iterable(units)
+        rows = np.fromiter(((s.start, s.end, s.targets) for s in segments), np.dtype((np.int64, 3)), total)
+        start, end, targets = np.ascontiguousarray(rows.T)
+        return cls(
+            unit=unit,
+            start=start,
+            end=end,
+            tokens=_summed(unit, end - start, len(units)),
+            targets=_summed(unit, targets, len(units)),
+        )
+
+    def sums(self, values: Floats) -> Floats:
+        """[n, segments] -> [n, units]."""
+        return np.stack([_summed(self.unit, row, len(self.tokens)) for row in values])
+
+    def by_layers(self, budgets: Ints) -> list[tuple[Ints, int]]:
+        """(budget of every segment, [segments], number of layers that have just these) of budgets [(units,) layers]."""
+        columns = np.atleast_2d(budgets).T  # [layers, units], or one for all units
+        alike = Counter(column.tobytes() for column in columns)
+        place = self.unit if budgets.ndim == 2 else np.zeros_like(self.unit)
+        return [(np.frombuffer(column, dtype=budgets.dtype)[place], layers) for column, layers in alike.items()]
+
+
+def _summed(place: Ints, values: Floats | Ints, places: int) -> Floats:
+    return np.asarray(np.bincount(place, weights=values, minlength=places), dtype=np.float64)
+
+
 class KeepsTerms(FromTerms, ABC):
-    """Planning and its comparisons ask for the same micro-batches again and again, so their terms are kept."""
+    """Models made of what each segment's attention costs and what the sums of tokens and targets cost.
+
+    Planning and its comparisons ask for the same micro-batches again and again, so their terms are kept.
+    """
 
     def terms(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Terms:
         return self._terms(tuple(segments), tuple(budgets))
@@ -121,8 +218,56 @@ class KeepsTerms(FromTerms, ABC):
     def _terms(self) -> Callable[[tuple[Segment, ...], tuple[int, ...]], Terms]:
         return lru_cache(maxsize=2**14)(self._computed_terms)
 
+    def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms:
+        if not segments:
+            return NOTHING
+        counts = Counter(budgets)
+        attention = self.layer_attention(segments, tuple(counts)) @ np.array([list(counts.values())]).T
+        tokens, targets = float(sum(s.tokens for s in segments)), float(sum(s.targets for s in segments))
+        router, forward, backward = attention[:, 0].tolist()
+        found = self._assembled(tokens, targets, router, forward, backward)
+        return Terms(*(Latency(float(there), float(back)) for there, back in found))
+
+    def layer_attention(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Floats:
+        total = np.repeat(self._call()[:, None], len(budgets), axis=1)
+        for s in segments:
+            total += self._segment_ms(s.start, s.end, tuple(budgets))
+        return total
+
+    @cached_property
+    def _segment_ms(self) -> Callable[[int, int, tuple[int, ...]], Floats]:
+        """Of one segment at each of some budgets; kept as the terms are."""
+
+        @lru_cache(maxsize=2**16)
+        def segment_ms(start: int, end: int, budgets: tuple[int, ...]) -> Floats:
+            blocks = np.array(budgets)
+            return self._segments_ms(np.full(len(blocks), start), np.full(len(blocks), end), blocks)
+
+        return segment_ms
+
+    def many_terms(self, units: Sequence[Sequence[Segment]], budgets: Ints) -> Floats:
+        flat = FlatUnits.of(units)
+        attention = np.repeat(self._call()[:, None] * budgets.shape[-1], len(units), axis=1)
+        for blocks, layers in flat.by_layers(budgets):
+            attention += layers * flat.sums(self._segments_ms(flat.start, flat.end, blocks))
+        found = np.array(self._assembled(flat.tokens, flat.targets, *attention))
+        found[:, :, flat.tokens == 0] = 0.0
+        return found
+
+    def _call(self) -> Floats:
+        """[3] fixed milliseconds of one attention layer's call: router, forward, backward."""
+        return np.zeros(3)
+
     @abstractmethod
-    def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms: ...
+    def _segments_ms(self, start: Ints, end: Ints, budgets: Ints) -> Floats:
+        """[3, segments] ms that each segment adds to one layer's call at its own budget; all arguments [segments]."""
+
+    @abstractmethod
+    def _assembled(
+        self, tokens: Amount, targets: Amount, router: Amount, forward: Amount, backward: Amount
+    ) -> tuple[tuple[Amount, Amount], ...]:
+        """Forward and backward ms of each of `TERMS`, from a micro-batch's sums and the attention of all its layers;
+        of many where the sums are arrays. A micro-batch without tokens may come out wrong."""
 
 
 @dataclass(frozen=True)
@@ -163,63 +308,45 @@ class RooflineModel(KeepsTerms):
     def layers(self) -> int:
         return self.decoder.layers
 
-    def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms:
-        if not segments:
-            return NOTHING
-        tokens, targets = sum(s.tokens for s in segments), sum(s.targets for s in segments)
+    def _assembled(
+        self, tokens: Amount, targets: Amount, router: Amount, forward: Amount, backward: Amount
+    ) -> tuple[tuple[Amount, Amount], ...]:
         decoder, ranks = self.decoder, self.tp * self.sp
         linear_rate = self.device.linear_tflops * 1e9 * ranks
         layers = decoder.layers * (2 * tokens * decoder.layer_parameters / linear_rate + self._collectives_ms(tokens))
         head = 2 * targets * decoder.hidden * decoder.vocabulary / linear_rate
-        counts = Counter(budgets)
-        attention = self.layer_attention(segments, tuple(counts)) @ np.array(list(counts.values()))
-        router, forward, backward = attention.tolist()
         again = 1 if self.checkpointing else 0
         fixed = self.device.unit_ms / 3
-        return Terms(  # a matrix product has two in its backward
-            Latency(layers + fixed, (2 + again) * layers + 2 * fixed),
-            Latency(router, 0.0),
-            Latency(forward, backward),
-            Latency(head, 2 * head),
+        return (  # a matrix product has two in its backward
+            (layers + fixed, (2 + again) * layers + 2 * fixed),
+            (router, 0.0 * router),
+            (forward, backward),
+            (head, 2 * head),
         )
 
-    def _collectives_ms(self, tokens: int) -> float:
+    def _collectives_ms(self, tokens: Amount) -> Amount:
         """Milliseconds of one layer's collectives in the forward; the backward has twice as many."""
         hidden_mb = tokens / self.sp * self.decoder.hidden * 2 / 1e6
         per_mb = 1 / self.device.link_gbps  # 1 GB/s moves 1 MB in 1 ms
         latency = self.device.link_latency_us / 1e3
-        total = 0.0
+        total = 0.0 * tokens
         if self.tp > 1:  # two all-gathers and two reduce-scatters
-            total += 4 * (latency + hidden_mb * (self.tp - 1) / self.tp * per_mb)
+            total = total + 4 * (latency + hidden_mb * (self.tp - 1) / self.tp * per_mb)
         if self.sp > 1:  # q, k, v in, output back, each tp rank its own heads
             width = (2 * self.decoder.heads + 2 * self.decoder.kv_heads) * self.decoder.head_dim / self.tp
             mb = tokens / self.sp * width * 2 / 1e6
-            total += 2 * latency + mb * (self.sp - 1) / self.sp * per_mb
+            total = total + 2 * latency + mb * (self.sp - 1) / self.sp * per_mb
         return total
 
-    def layer_attention(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Floats:
-        total = np.zeros((3, len(budgets)))
-        for s in segments:
-            total += self._segment_ms(s.start, s.end, tuple(budgets))
-        return total
-
-    @cached_property
-    def _segment_ms(self) -> Callable[[int, int, tuple[int, ...]], Floats]:
-        """Of one segment; planning asks for the same ones again and again, so they are kept."""
+    def _segments_ms(self, start: Ints, end: Ints, budgets: Ints) -> Floats:
         width = 2 * self.decoder.heads * self.decoder.head_dim
         attend_rate = self.device.attention_tflops * 1e9 * self.tp * self.sp
         router_rate = self.device.router_tflops * 1e9 * self.tp * self.sp
         # Two products forward; backward five, because the scores are computed again.
         backward = 3.5 if self.checkpointing else 2.5
-
-        @lru_cache(maxsize=2**16)
-        def segment_ms(start: int, end: int, budgets: tuple[int, ...]) -> Floats:
-            scores = computed_scores(start, end, np.array(budgets), self.block_size, self.granularity)
-            routed = router_scores(start, end, self.block_size, self.granularity)
-            attend = 2 * width * scores / attend_rate
-            return np.stack([np.full(len(budgets), width * routed / router_rate), attend, backward * attend])
-
-        return segment_ms
+        attend = 2 * width * computed_scores(start, end, budgets, self.block_size, self.granularity) / attend_rate
+        routed = router_scores(start, end, self.block_size, self.granularity)
+        return np.array([width * routed / router_rate, attend, backward * attend])
 
 
 def check_heads(decoder: Decoder, tp: int, sp: int) -> None:

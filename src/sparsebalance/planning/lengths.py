@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from sparsebalance.planning.errors import InputError, did_you_mean
 
 MAX_LENGTH = 16_777_216
-DISTRIBUTIONS = ("longalign-10k", "longalpaca-12k", "chatqa2")
+DISTRIBUTIONS = ("longalign-10k", "longalpaca-12k", "chatqa2", "real")
 Int = NDArray[np.int64]
 
 
@@ -365,11 +365,18 @@ def _drawn(name: str, limit: int | None) -> Lengths:
     record = _distribution(name)
     rows = sum(part["rows"] for part in record["parts"])
     count = min(limit or rows, rows)
-    source = record["source"]
     return Lengths(
         draw(name, count, seed=0),
         None,
         name,
-        f"{count:,} lengths drawn with seed 0 from quantiles of {record['dataset']}, rebuilt between the anchors that "
-        f"{source['repository']} publishes at {source['commit'][:12]}; assumed: {record['assumed']}",
+        f"{count:,} lengths drawn with seed 0 from quantiles of {record['dataset']}, {_origin(record)}; "
+        f"assumed: {record['assumed']}",
     )
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    """Where a distribution's quantiles come from: counted in its sources, or rebuilt from what one publishes."""
+    if "sources" in record:
+        return f"counted in {len(record['sources'])} public sources"
+    source = record["source"]
+    return f"rebuilt between the anchors that {source['repository']} publishes at {source['commit'][:12]}"

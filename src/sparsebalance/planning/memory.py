@@ -7,7 +7,7 @@ under this package's attention; `train --dry-run` measures what a machine really
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsebalance.planning.decoder import Decoder
 from sparsebalance.planning.errors import InputError
@@ -130,9 +130,10 @@ class MemoryModel:
         return round(heads * (8 * chosen + 4))
 
     def state_mb(self, tokens: float, layers: int) -> float:
-        """K and V of a sample that runs in chunks, and their gradients in fp32, until its first chunk's backward."""
+        """K and V of a sample that runs in chunks, and their gradients, until its first chunk's backward: all in the
+        precision that attention computes in, at least fp32."""
         width = 2 * self.decoder.kv_heads * self.decoder.head_dim
-        return tokens * layers * width * (self.dtype_bytes + 4) / (self.tp * self.sp) / MB
+        return tokens * layers * width * 2 * max(self.dtype_bytes, 4) / (self.tp * self.sp) / MB
 
     def head_mb(self, targets: float) -> float:
         """Logits of a slice twice in fp32, the fp32 gradient of the output projection, hidden states of targets."""
@@ -149,3 +150,17 @@ class MemoryModel:
         # The head's buffers are gone when the layers' backward needs its own.
         working, head = self.working_mb(tokens), self.head_mb(targets) if stage.head else 0.0
         return MemoryParts(weights, gradients, optimizer, activations + working, 0.0, max(head - working, 0.0))
+
+    def chunked_sample(
+        self, tokens: int, targets: int, stage: StageLayers, unit_size: int, keep_chunks: int | None = None
+    ) -> MemoryParts:
+        """Peak of a rank without a pipeline that runs a sample in chunks of at most `unit_size` tokens, keeping the
+        activations of `keep_chunks` of them (all where None), and the keys, values and chosen blocks of all."""
+        if tokens <= unit_size:
+            return self.single_unit(tokens, targets, stage)
+        unit = self.single_unit(unit_size, min(targets, unit_size), stage)
+        alive = tokens if keep_chunks is None else min(tokens, keep_chunks * unit_size)
+        others = self.activations_mb(alive - unit_size, stage.layers, stage.head)
+        # Chunks that run forward again read the blocks that they chose the first time.
+        chosen = (tokens - alive) * stage.layers * self._selection_bytes() / (self.tp * self.sp) / MB
+        return replace(unit, activations=unit.activations + others + chosen, state=self.state_mb(tokens, stage.layers))

@@ -74,6 +74,15 @@ def simulate_plan(
     return simulate(pipelines, pipeline.network)
 
 
+def simulate_rank(
+    rank: int, units: Sequence[MicroBatch], model: LatencyModel, topology: Topology, pipeline: PipelineModel
+) -> float:
+    """Milliseconds until one rank's last action ends, as in the whole plan, where it waits for no other rank."""
+    stages = split_layers(model.layers, pipeline.stages(topology))
+    alone = _one_rank(units, model, model.rank_factor(rank), stages, pipeline)
+    return float(simulate([alone], pipeline.network).rank_ms[0])
+
+
 def _one_rank(
     units: Sequence[MicroBatch],
     model: LatencyModel,
@@ -117,22 +126,27 @@ def stage_costs(
     Half of the linear layers' and the head's backward is taken as weight gradients (of the two products in the
     backward of a matrix product, one is); attention has no weights of its own.
 
+    A recomputed chunk keeps no activations from its forward, whose head is left out and which runs again in its
+    backward; the routing does not.
+
     Args:
         chains: see `chain_lengths`. factor: how much slower this rank is than the model says.
     """
-    terms = [model.terms(unit.segments, unit.budgets) for unit in units]
-    forward = {name: np.array([getattr(t, name).forward_ms for t in terms]) * factor for name in TERMS}
-    backward = {name: np.array([getattr(t, name).backward_ms for t in terms]) * factor for name in TERMS}
+    terms = model.many_terms([unit.segments for unit in units], np.array([unit.budgets for unit in units])) * factor
+    recompute = np.array([unit.recompute for unit in units])
+    forward, backward = (dict(zip(TERMS, terms[:, side])) for side in (0, 1))
     layers = np.array([stage.layers for stage in stages]) / model.layers
     linear = np.repeat(layers[:, None], len(units), axis=1)
     attention = _attention_shares(units, model, stages, linear)
     head = np.array([[float(stage.head)] for stage in stages])
     weight_ms = (linear * backward["linear"] + head * backward["head"]) / 2
+    head_ms = head * forward["head"]
+    again_ms = linear * forward["linear"] + attention * forward["attend"] + head_ms
     costs = StageCosts(
         forward_ms=linear * forward["linear"]
         + attention * (forward["router"] + forward["attend"])
-        + head * forward["head"],
-        input_ms=weight_ms + attention * (backward["router"] + backward["attend"]),
+        + np.where(recompute, 0.0, head_ms),
+        input_ms=weight_ms + attention * (backward["router"] + backward["attend"]) + np.where(recompute, again_ms, 0.0),
         weight_ms=weight_ms,
     )
     if memory is None:
@@ -141,7 +155,8 @@ def stage_costs(
     chunked = np.repeat([length > 1 for length in chains], chains)
     return replace(
         costs,
-        activation_mb=np.array([memory.activations_mb(1.0, s.layers, s.head) for s in stages])[:, None] * tokens,
+        activation_mb=np.array([memory.activations_mb(1.0, s.layers, s.head) for s in stages])[:, None]
+        * np.where(recompute, 0.0, tokens),
         state_mb=np.array([memory.state_mb(1.0, s.layers) for s in stages])[:, None] * np.where(chunked, tokens, 0.0),
     )
 

@@ -5,18 +5,22 @@ Every rank calls it on the same input and gets the same plan, so planning needs 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from sparsebalance.planning.baselines import BASELINES
-from sparsebalance.planning.batching import Batching, Placement, SparsityAware
-from sparsebalance.planning.budgets import Anchor, Fixed, Tuning
+import numpy as np
+
+from sparsebalance.planning.baselines import BASELINES, DenseChunks
+from sparsebalance.planning.batching import Batching, Placement, SparsityAware, Unit
+from sparsebalance.planning.budgets import Anchor, Fixed, Tuning, UnitBudgets
 from sparsebalance.planning.coverage import CoverageCurves
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.expected import ExpectedBudgets, LayerBudgets
-from sparsebalance.planning.latency import LatencyModel
+from sparsebalance.planning.latency import LatencyModel, recomputed_terms
 from sparsebalance.planning.pipeline import PipelineModel, simulate_plan
-from sparsebalance.planning.plan import MicroBatch, Sample, StepPlan, Topology
+from sparsebalance.planning.plan import Latency, MicroBatch, Sample, StepPlan, Topology, chain_lengths
+from sparsebalance.planning.plan_order import Ranks, order_by_simulation
 from sparsebalance.planning.timeline import Timeline
 
 
@@ -30,6 +34,8 @@ class Policy:
         budget: default attention budget in blocks, own block included.
         token_cap: most tokens of one micro-batch.
         tuning: which budgets the units get.
+        keep_chunks: chunks of a sample whose activations are kept at once, the last ones; earlier ones run forward
+            again before their backward, so that memory does not grow with the sample. None keeps all.
     """
 
     name: str
@@ -37,12 +43,20 @@ class Policy:
     budget: int
     token_cap: int
     tuning: Tuning = field(default_factory=Fixed)
+    keep_chunks: int | None = None
 
     def __post_init__(self) -> None:
+        if self.keep_chunks is not None and self.keep_chunks < 1:
+            raise InputError(f"keep_chunks is {self.keep_chunks}, but at least 1 chunk is alive while it runs")
         if self.budget < 1:
             raise InputError(f"budget is {self.budget}, but the own block is always read: at least 1")
         if self.token_cap < 1:
             raise InputError(f"token_cap is {self.token_cap}, but a micro-batch holds at least 1 token")
+
+    @property
+    def unit_size(self) -> int | None:
+        """Tokens of a unit of a policy that cuts and packs to one; None where samples stay whole."""
+        return self.batching.unit_size if isinstance(self.batching, SparsityAware | DenseChunks) else None
 
     @property
     def tuned(self) -> bool:
@@ -50,24 +64,34 @@ class Policy:
 
 
 OURS: tuple[str, ...] = ("sab", "dst", "sab_dst")
+CUTTING: tuple[str, ...] = ("dense_chunks", "sab", "sab_dst")
+"""Policies with a unit size: they run longer samples in chunks."""
 
 
 def named_policy(
-    name: str, *, budget: int, token_cap: int, anchor: Anchor | None = None, unit_size: int | None = None
+    name: str,
+    *,
+    budget: int,
+    token_cap: int,
+    anchor: Anchor | None = None,
+    unit_size: int | None = None,
+    keep_chunks: int | None = None,
 ) -> Policy:
     """A policy by the name that reports use: a baseline, `sab`, `dst` (random order + anchor) or `sab_dst`.
 
     Args:
         anchor: of the tuned policies; the published recommendation (mean, threshold 0.1) by default.
             `sab_dst` compares ranks with it, because its units are unequal by design.
-        unit_size: tokens of our units: `sab` and `sab_dst` cut longer samples in chunks and pack shorter ones up
-            to it; None leaves samples whole.
+        unit_size: tokens of a unit: `sab`, `sab_dst` and `dense_chunks` cut longer samples in chunks and pack
+            shorter ones up to it; None leaves samples whole.
+        keep_chunks: see `Policy`.
 
     Raises:
         InputError: no policy has that name.
     """
     anchor = anchor or Anchor()
     known: dict[str, tuple[Batching, Tuning]] = {name: (rule, Fixed()) for name, rule in BASELINES.items()}
+    known["dense_chunks"] = (DenseChunks(unit_size), Fixed())
     sab = SparsityAware(unit_size)
     known["sab"] = (sab, Fixed())
     known["dst"] = (BASELINES["random"], anchor)
@@ -76,7 +100,7 @@ def named_policy(
     if name not in known:
         raise InputError(f"no policy is called {name!r}; choose from {', '.join(known)}")
     batching, tuning = known[name]
-    return Policy(name, batching, budget, token_cap, tuning)
+    return Policy(name, batching, budget, token_cap, tuning, keep_chunks)
 
 
 def plan_step(
@@ -121,13 +145,29 @@ def plan_and_timeline(
     weighed = ExpectedBudgets((policy.budget,) * latency_model.layers, expected or {})
     placement: Placement = policy.batching(samples, latency_model, topology, weighed, policy.token_cap)
     budgets = policy.tuning(placement, latency_model, policy.budget, coverage)
-    ranks = tuple(
-        tuple(
-            MicroBatch(unit, layers, latency_model.latency(unit, layers).scaled(latency_model.rank_factor(rank)))
-            for unit, layers in zip(units, unit_budgets)
-        )
-        for rank, (units, unit_budgets) in enumerate(zip(placement, budgets))
-    )
-    timeline = simulate_plan(ranks, latency_model, topology, pipeline or PipelineModel())
+    ranks = _micro_batches(placement, budgets, latency_model, policy.keep_chunks)
+    pipeline = pipeline or PipelineModel()
+    if isinstance(policy.batching, SparsityAware):
+        ranks = order_by_simulation(ranks, latency_model, topology, pipeline)
+    timeline = simulate_plan(ranks, latency_model, topology, pipeline)
     plan = StepPlan(policy.name, topology, latency_model.block_size, ranks, timeline.step_ms)
     return plan, timeline
+
+
+def _micro_batches(placement: Placement, budgets: UnitBudgets, model: LatencyModel, keep_chunks: int | None) -> Ranks:
+    """Units with their budgets and predicted times."""
+    units = [unit for rank in placement for unit in rank]
+    again = [recomputed for rank in placement for recomputed in _recomputed(rank, keep_chunks)]
+    layers = [unit_budgets for rank in budgets for unit_budgets in rank]
+    terms = model.many_terms(units, np.array(layers))
+    factors = np.repeat([model.rank_factor(rank) for rank in range(len(placement))], [len(rank) for rank in placement])
+    forward, backward = (recomputed_terms(terms, np.array(again)).sum(0) * factors).tolist()
+    made = iter(map(MicroBatch, units, layers, map(Latency, forward, backward), again))
+    return tuple(tuple(itertools.islice(made, len(rank))) for rank in placement)
+
+
+def _recomputed(units: Sequence[Unit], keep_chunks: int | None) -> list[bool]:
+    """Per unit, whether it is a chunk with `keep_chunks` or more later ones of its sample."""
+    if keep_chunks is None:
+        return [False] * len(units)
+    return [place < length - keep_chunks for length in chain_lengths(units) for place in range(length)]

@@ -80,7 +80,10 @@ def _gpipe(chains: tuple[int, ...], stages: int) -> Schedule:
 def one_forward_one_backward(chains: Sequence[int], stages: int) -> Schedule:
     """1F1B (PipeDream-Flush, Narayanan et al. 2021), aware of chunks.
 
-    Before each backward, a stage runs forwards until that backward's chain is complete, and stages - 1 - stage more.
+    Before each backward, a stage runs forwards until that backward's chain is complete, and until as many units are
+    alive as the longest chain has, and in both cases stages - 1 - stage more: while one chain runs backward the next
+    one runs forward, in the memory that the longest one needs anyway. A single stage has nobody to keep busy, and runs
+    chain after chain.
     With chains of one unit each this is the classical 1F1B. It cannot block: before its n-th backward no stage asks
     for more forwards than the stage before it, and all stages run the same order of units.
 
@@ -94,12 +97,13 @@ def one_forward_one_backward(chains: Sequence[int], stages: int) -> Schedule:
 def _one_forward_one_backward(chains: tuple[int, ...], stages: int) -> Schedule:
     complete = [end for end, size in zip(accumulate(chains), chains) for _ in range(size)]
     backwards = backward_order(chains)
+    longest = max(chains) if stages > 1 else 0
     schedule = []
     for stage in range(stages):
         actions: list[Action] = []
         forwards = 0
-        for unit, end in zip(backwards, complete):
-            wanted = min(len(backwards), end + stages - 1 - stage)
+        for done, (unit, end) in enumerate(zip(backwards, complete)):
+            wanted = min(len(backwards), max(end, done + longest) + stages - 1 - stage)
             actions += [Action("F", ahead, stage) for ahead in range(forwards, wanted)]
             actions.append(Action("B", unit, stage))
             forwards = max(forwards, wanted)

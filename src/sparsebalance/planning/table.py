@@ -9,19 +9,18 @@ piecewise linear over tokens and over target tokens.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsebalance.planning.decoder import Decoder
-from sparsebalance.planning.latency import NOTHING, Floats, KeepsTerms, Terms
+from sparsebalance.planning.latency import Amount, Floats, Ints, KeepsTerms, Terms
 from sparsebalance.planning.network import NetworkCosts
-from sparsebalance.planning.plan import Latency, Segment
+from sparsebalance.planning.plan import Segment
 from sparsebalance.planning.work import Granularity, computed_scores, key_blocks, router_scores
 
 
@@ -128,64 +127,59 @@ class LatencyTable(KeepsTerms):
     def layers(self) -> int:
         return self.identity.decoder.layers
 
-    def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms:
-        if not segments:
-            return NOTHING
-        linear = _line(self.linear, sum(segment.tokens for segment in segments))
-        targets = sum(segment.targets for segment in segments)
-        head = _line(self.head, targets) if targets else (0.0, 0.0)
-        layers = Counter(budgets)
-        attention = self.layer_attention(segments, tuple(layers)) @ np.array(list(layers.values()))
-        router, forward, backward = attention.tolist()
-        return Terms(Latency(*linear), Latency(router, 0.0), Latency(forward, backward), Latency(*head))
+    def _assembled(
+        self, tokens: Amount, targets: Amount, router: Amount, forward: Amount, backward: Amount
+    ) -> tuple[tuple[Amount, Amount], ...]:
+        there, back = _line(self.head, targets)
+        some = targets > 0
+        return _line(self.linear, tokens), (router, 0.0 * router), (forward, backward), (some * there, some * back)
 
-    def layer_attention(self, segments: Sequence[Segment], budgets: Sequence[int]) -> Floats:
-        total = np.repeat(np.array(self.call_ms)[:, None], len(budgets), axis=1)
-        for s in segments:
-            total += self._segment_ms(s.start, s.end, tuple(budgets))
-        return total
+    def _call(self) -> Floats:
+        return np.array(self.call_ms)
 
-    @cached_property
-    def _segment_ms(self) -> Callable[[int, int, tuple[int, ...]], Floats]:
-        """What a segment adds to a call; planning asks for the same ones again and again, so they are kept."""
-
-        @lru_cache(maxsize=2**16)
-        def segment_ms(start: int, end: int, budgets: tuple[int, ...]) -> Floats:
-            allowed = np.minimum(budgets, key_blocks(end, self.block_size))
-            whole = self._whole_ms(end, allowed)
-            if start:  # a chunk costs its own queries at the rate of its position
-                whole[0] *= _share(lambda a, b: router_scores(a, b, self.block_size, self._granularity), start, end)
-                whole[1:] *= self._scores(start, end, allowed) / self._scores(0, end, allowed)
-            return whole
-
-        return segment_ms
+    def _segments_ms(self, start: Ints, end: Ints, budgets: Ints) -> Floats:
+        allowed = np.minimum(budgets, key_blocks(end, self.block_size))
+        found = self._whole_ms(end, allowed)
+        chunks = start > 0  # a chunk costs its own queries at the rate of its position
+        if chunks.any():
+            a, b, blocks = start[chunks], end[chunks], allowed[chunks]
+            found[0, chunks] *= _share(self._routed(a, b), self._routed(np.zeros_like(b), b), (b - a) / b)
+            found[1:, chunks] *= self._scores(a, b, blocks) / self._scores(np.zeros_like(b), b, blocks)
+        return found
 
     @property
     def _granularity(self) -> Granularity:
         return self.identity.granularity
 
-    def _scores(self, start: int, end: int, budgets: NDArray[np.int64]) -> Floats:
+    def _scores(self, start: Ints, end: Ints, budgets: Ints) -> Floats:
         return computed_scores(start, end, budgets, self.block_size, self._granularity)
 
-    def _whole_ms(self, length: int, budgets: NDArray[np.int64]) -> Floats:
-        """[3, budgets]: router, forward and backward of a whole sample, no budget above its number of blocks.
+    def _routed(self, start: Ints, end: Ints) -> Floats:
+        return router_scores(start, end, self.block_size, self._granularity)
+
+    def _whole_ms(self, lengths: Ints, budgets: Ints) -> Floats:
+        """[3, n]: router, forward and backward of whole samples of [n] lengths, no budget above a length's blocks.
 
         At the two nearest measured lengths, as rates per work at the budget, then between them in the logarithm
         of the length.
         """
-        choosing = (budgets > 1) & (budgets < key_blocks(length, self.block_size))
-        low, weight = _place(self._lengths, length)
-        rates = (1 - weight) * self._log_rates(low, budgets, choosing)
-        if weight:
-            rates = rates + weight * self._log_rates(low + 1, budgets, choosing)
-        found: Floats = np.exp(rates) * self._work(length, budgets)
+        choosing = (budgets > 1) & (budgets < key_blocks(lengths, self.block_size))
+        low, weight = _place(self._lengths, lengths)
+        rates = np.empty((3, len(lengths)))
+        for row in set(low.tolist()):
+            here = low == row
+            at, chosen, share = budgets[here], choosing[here], weight[here]
+            rates[:, here] = (1 - share) * self._log_rates(row, at, chosen)
+            if share.any():
+                rates[:, here] += share * self._log_rates(row + 1, at, chosen)
+        found: Floats = np.exp(rates) * self._work(lengths, budgets)
         return found
 
-    def _work(self, length: int, budgets: NDArray[np.int64]) -> Floats:
-        """[3, budgets], what router, forward and backward times are divided by: query blocks looked at, scores."""
-        scores = self._scores(0, length, budgets)
-        looks = router_scores(0, length, self.block_size, self._granularity) + key_blocks(length, self.block_size)
-        return np.stack([np.full(len(budgets), looks), scores, scores])
+    def _work(self, lengths: Ints, budgets: Ints) -> Floats:
+        """[3, n], what router, forward and backward times are divided by: query blocks looked at, scores."""
+        none = np.zeros_like(lengths)
+        scores = self._scores(none, lengths, budgets)
+        return np.stack([self._routed(none, lengths) + key_blocks(lengths, self.block_size), scores, scores])
 
     def _log_rates(self, row: int, budgets: NDArray[np.int64], choosing: NDArray[np.bool_]) -> Floats:
         """[3, budgets]: log milliseconds per work at a measured length, log-linear between measured budgets.
@@ -194,10 +188,10 @@ class LatencyTable(KeepsTerms):
         the measured times do. The router's time jumps where there is nothing to choose (the own block alone, or
         all blocks): it is interpolated among points of the same kind, where the row has any.
         """
-        length, measured, times = self._rows[row]
+        length, measured, nodes, logs = self._rows[row]
         blocks = key_blocks(length, self.block_size)
-        work = self._work(length, np.minimum(budgets, blocks))
-        nodes, wanted, logs = np.log(self._scores(0, length, measured)), np.log(work[1]), np.log(times)
+        work = self._work(np.full(len(budgets), length), np.minimum(budgets, blocks))
+        wanted = np.log(work[1])
 
         def router(kind: NDArray[np.bool_]) -> Floats:
             alike = kind if kind.any() else np.ones_like(kind)
@@ -212,8 +206,9 @@ class LatencyTable(KeepsTerms):
         return rates
 
     @cached_property
-    def _rows(self) -> list[tuple[int, NDArray[np.int64], Floats]]:
-        """Per measured length: budgets, and times [budgets, 3]; those of attention never fall with the budget."""
+    def _rows(self) -> list[tuple[int, Ints, Floats, Floats]]:
+        """Per measured length: budgets, and the logarithms of their scores [budgets] and times [budgets, 3]; times of
+        attention never fall with the budget."""
         rows: dict[int, list[AttentionPoint]] = {}
         for point in self.attention:
             rows.setdefault(point.length, []).append(point)
@@ -222,12 +217,14 @@ class LatencyTable(KeepsTerms):
             points = sorted(rows[length], key=lambda point: point.budget)
             times = np.array([(p.router_ms, p.forward_ms, p.backward_ms) for p in points])
             times[:, 1:] = np.maximum.accumulate(times[:, 1:], axis=0)
-            found.append((length, np.array([p.budget for p in points]), times))
+            measured = np.array([p.budget for p in points])
+            scores = self._scores(np.zeros_like(measured), np.full(len(measured), length), measured)
+            found.append((length, measured, np.log(scores), np.log(times)))
         return found
 
     @cached_property
-    def _lengths(self) -> list[float]:
-        return [math.log(length) for length, _, _ in self._rows]
+    def _lengths(self) -> Floats:
+        return np.log([float(length) for length, *_ in self._rows])
 
     def crossover(self, budget: int) -> int | None:
         """Tokens from which on block-sparse attention at `budget` is faster than dense, between the lengths that
@@ -266,7 +263,7 @@ class LatencyTable(KeepsTerms):
 
     def _outside(self, segments: Sequence[Segment], budgets: Sequence[int]) -> tuple[str, ...]:
         blocks = [key_blocks(s.end, self.block_size) for s in segments]
-        largest = max(int(measured[-1]) for _, measured, _ in self._rows)
+        largest = max(int(measured[-1]) for _, measured, _, _ in self._rows)
         checks = {
             "length": max(blocks) > key_blocks(self._rows[-1][0], self.block_size),
             "budget": min(max(budgets), max(blocks)) > largest,
@@ -277,7 +274,7 @@ class LatencyTable(KeepsTerms):
 
     def _attention_error(self, length: int, budget: int) -> float:
         """Relative: the noise of the nearest points, and up to a quarter of how far rates differ around."""
-        low, weight = _place(self._lengths, length)
+        (low,), (weight,) = (found.tolist() for found in _place(self._lengths, np.array([length])))
         high = min(low + 1, len(self._rows) - 1)
         at = [self._log_rates(row, np.array([budget]), np.array([True]))[1:, 0] for row in (low, high)]
         rates = [float(np.logaddexp(*pair)) for pair in at]
@@ -286,33 +283,30 @@ class LatencyTable(KeepsTerms):
         return math.hypot(max(noise), between)
 
 
-def _place(nodes: Sequence[float], length: int) -> tuple[int, float]:
-    """(i, weight): `length` lies at `weight` of the way from node i to i + 1, held at the edges."""
-    x = math.log(length)
-    low = max(0, min(int(np.searchsorted(nodes, x, side="right")) - 1, len(nodes) - 2))
+def _place(nodes: Floats, lengths: Ints) -> tuple[Ints, Floats]:
+    """(i, weight): a length lies at `weight` of the way from node i to i + 1, held at the edges."""
+    x = np.log(lengths)
+    low = np.clip(np.searchsorted(nodes, x, side="right") - 1, 0, len(nodes) - 2)
     weight = (x - nodes[low]) / (nodes[low + 1] - nodes[low])
-    return low, min(max(weight, 0.0), 1.0)
+    return low, np.clip(weight, 0.0, 1.0)
 
 
-def _share(work: Callable[[int, int], float], start: int, end: int) -> float:
-    """Part of a sample's work that its last tokens [start, end) do; by tokens where there is none."""
-    whole = work(0, end)
-    return work(start, end) / whole if whole else (end - start) / end
+def _share(part: Floats, whole: Floats, by_tokens: Floats) -> Floats:
+    """Part of a sample's work; by tokens where there is none."""
+    return np.divide(part, whole, out=by_tokens.copy(), where=whole > 0)
 
 
-def _line(points: Sequence[LinePoint], count: int) -> tuple[float, float]:
-    """Piecewise linear through the points and on at the last slope; below the first, the first's cost."""
-    if count <= points[0].count:
-        return points[0].forward_ms, points[0].backward_ms
-    right = min(next((i for i, p in enumerate(points) if p.count >= count), len(points)), len(points) - 1)
-    a, b = points[right - 1], points[right]
-    share = (count - a.count) / (b.count - a.count)
-    return _between(a.forward_ms, b.forward_ms, share), _between(a.backward_ms, b.backward_ms, share)
+def _line(points: Sequence[LinePoint], counts: Amount) -> tuple[Amount, Amount]:
+    """Forward and backward, piecewise linear through the points; below the first, the first's cost; beyond the last,
+    on at the last slope, but time never falls."""
+    x = [point.count for point in points]
+    beyond = np.maximum(counts - x[-1], 0.0)
 
+    def at(y: Sequence[float]) -> Amount:
+        found: Amount = np.interp(counts, x, y) + max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2])) * beyond
+        return found
 
-def _between(left: float, right: float, share: float) -> float:
-    """Beyond the last point (share > 1) time goes on rising but never falls."""
-    return left + (right - left) * (share if right > left else min(share, 1.0))
+    return at([point.forward_ms for point in points]), at([point.backward_ms for point in points])
 
 
 def _line_error(points: Sequence[LinePoint], count: int) -> float:

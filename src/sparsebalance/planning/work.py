@@ -1,21 +1,22 @@
 """Exact counts of the work in a segment: query-key pairs, scores that a kernel computes, router scores.
 
 Closed forms over token positions, so a million-token sample costs as little to count as a short one, and
-eight samples of 1,024 tokens are never taken for one of 8,192. Budgets may be arrays: counts broadcast.
+eight samples of 1,024 tokens are never taken for one of 8,192. Positions and budgets may be arrays: counts broadcast.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Granularity = Literal["token", "block"]
 Counts = NDArray[np.float64]
+Positions = TypeVar("Positions", int, NDArray[np.int64])
 
 
-def key_blocks(tokens: int, block_size: int) -> int:
+def key_blocks(tokens: Positions, block_size: int) -> Positions:
     """Blocks of a sample of `tokens` tokens, the last one perhaps partial."""
     return -(-tokens // block_size)
 
@@ -28,12 +29,12 @@ def _sum_min(n: ArrayLike, limit: ArrayLike) -> Counts:
     return total
 
 
-def past_reads(start: int, end: int, budget: ArrayLike, block_size: int) -> Counts:
+def past_reads(start: Positions, end: Positions, budget: ArrayLike, block_size: int) -> Counts:
     """(query, past block) reads of queries [start, end): sum of min(position // block_size, budget - 1)."""
     past = np.asarray(budget, dtype=np.float64) - 1
 
-    def up_to(position: int) -> Counts:
-        whole, rest = divmod(position, block_size)
+    def up_to(position: int | NDArray[np.int64]) -> Counts:
+        whole, rest = np.divmod(position, block_size)
         reads: Counts = block_size * _sum_min(whole, past) + rest * np.minimum(whole, past)
         return reads
 
@@ -50,7 +51,9 @@ def attended_pairs(start: int, end: int, budget: ArrayLike, block_size: int) -> 
     return past_reads(start, end, budget, block_size) * block_size + (own_up_to(end) - own_up_to(start))
 
 
-def computed_scores(start: int, end: int, budget: ArrayLike, block_size: int, granularity: Granularity) -> Counts:
+def computed_scores(
+    start: Positions, end: Positions, budget: ArrayLike, block_size: int, granularity: Granularity
+) -> Counts:
     """Scores that a block kernel computes: whole own blocks, and past blocks per query block or per query."""
     first, last = start // block_size, key_blocks(end, block_size)
     own = (last - first) * block_size**2
@@ -60,9 +63,20 @@ def computed_scores(start: int, end: int, budget: ArrayLike, block_size: int, gr
     return (_sum_min(last, past) - _sum_min(first, past)) * block_size**2 + own
 
 
-def router_scores(start: int, end: int, block_size: int, granularity: Granularity) -> float:
+@overload
+def router_scores(start: int, end: int, block_size: int, granularity: Granularity) -> float: ...
+
+
+@overload
+def router_scores(
+    start: NDArray[np.int64], end: NDArray[np.int64], block_size: int, granularity: Granularity
+) -> Counts: ...
+
+
+def router_scores(start: Positions, end: Positions, block_size: int, granularity: Granularity) -> float | Counts:
     """Mean keys that a causal router scores for queries [start, end): per query, or per query block."""
-    if granularity == "token":
-        return float(past_reads(start, end, key_blocks(end, block_size), block_size))
     first, last = start // block_size, key_blocks(end, block_size)
+    if granularity == "token":
+        reads = past_reads(start, end, last, block_size)
+        return reads if np.ndim(reads) else float(reads)
     return (last * (last - 1) - first * (first - 1)) / 2
