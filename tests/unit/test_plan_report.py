@@ -19,8 +19,9 @@ from sparsebalance.planner.command import plan, scenario_of
 from sparsebalance.planner.config import PlanConfig
 from sparsebalance.planner.forecast import Forecast, Recommendation, forecast, global_batches, recommend, variants_of
 from sparsebalance.planner.sweep import Choice
+from sparsebalance.planning.accounting import account
 from sparsebalance.planning.lengths import Lengths
-from sparsebalance.planning.plan import Topology
+from sparsebalance.planning.plan import Latency, MicroBatch, Segment, StepPlan, Topology
 from sparsebalance.reporting.plan import figures
 from sparsebalance.reporting.plan.console import COLUMNS, TOO_LARGE, print_choices, print_forecast, skipped_groups
 from sparsebalance.reporting.plan.page import headline, write_plan_page, write_sweep_page
@@ -35,6 +36,12 @@ from sparsebalance.reporting.plan.trace import RANKS, trace_events, write_plan_t
 
 Made = tuple[dict[str, Any], Forecast, Recommendation]
 LENGTHS = np.random.default_rng(7).integers(200, 9000, 96)
+ACCOUNT = account(
+    [StepPlan("made up", Topology(), 16, ((MicroBatch((Segment(0, 0, 70, 70, 7),), (4,), Latency(1.0, 2.0)),),), 3.0)],
+    capacity=100,
+    rows_read=96,
+    not_used=95,
+)
 
 
 def made(policies: Sequence[str], sizes: Sequence[int | None], **config: Any) -> Made:
@@ -65,7 +72,7 @@ def made(policies: Sequence[str], sizes: Sequence[int | None], **config: Any) ->
 
 @pytest.fixture(scope="module")
 def small() -> Made:
-    return made(("random", "kk_tokens", "kk_tokens_packed", "sab", "dst"), (None, 2048), dp=2, pp=2)
+    return made(("random", "kk_tokens", "kk_tokens_packed", "dense_chunks", "sab", "dst"), (None, 2048), dp=2, pp=2)
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +138,26 @@ def test_the_table_fits_and_shows_every_plan_with_its_figures(small: Made, width
         assert COLUMNS["step ms"](row) in line
         assert COLUMNS["vs random"](row) in line
         assert line.lstrip().startswith("->") == (row == advice.row)
-        assert ("*" in line) == (row.policy == result.best_baseline)
+        assert ("*" in line) == (row.name == result.best_baseline)
         assert (f" {COLUMNS['units'](row)}" == line[-len(COLUMNS["units"](row)) - 1 :]) or width < 96
+
+
+def test_without_a_plan_that_can_be_recommended_none_is_marked(small: Made) -> None:
+    settings, result, advice = small
+    text = shown((settings, result, None))  # type: ignore[arg-type]
+    assert "->" not in text
+    assert "recommended" not in text
+    marked = shown(small).replace(f" -> {advice.row.name}", f" {advice.row.name}")
+    assert [line.split() for line in text.splitlines()] == [line.split() for line in marked.splitlines()][:-1]
+
+
+def test_one_row_of_the_fastest_baseline_is_marked(small: Made) -> None:
+    """Its policy has three: two unit sizes, and split backwards."""
+    _, result, _ = small
+    assert sum(row.policy == "dense_chunks" for row in result.rows) == 3
+    assert result.best_baseline == "dense_chunks 2,048 zero_bubble"
+    assert shown(small).count(" * ") == 1
+    assert f"* fastest baseline: {result.best_baseline}." in shown(small)
 
 
 def test_the_terminal_says_where_the_times_come_from_and_what_to_choose(small: Made) -> None:
@@ -193,7 +218,7 @@ def test_skipped_topologies_are_grouped_by_kind_of_reason() -> None:
 def test_the_page_holds_every_section_and_its_claim(small: Made, tmp_path: Path) -> None:
     settings, result, advice = small
     path = tmp_path / "plan.html"
-    write_plan_page(path, {**settings, "provenance": "<b>from a file"}, result, advice, LENGTHS.tolist())
+    write_plan_page(path, {**settings, "provenance": "<b>from a file"}, result, advice, LENGTHS.tolist(), ACCOUNT)
     text = path.read_text(encoding="utf-8")
     for heading in (
         "The step, worker by worker",
@@ -201,6 +226,7 @@ def test_the_page_holds_every_section_and_its_claim(small: Made, tmp_path: Path)
         "Where the time goes",
         "Latencies of micro-batches",
         "Activations over time",
+        "What became of the samples",
         "The data",
         "Words",
         "Settings",
@@ -213,11 +239,12 @@ def test_the_page_holds_every_section_and_its_claim(small: Made, tmp_path: Path)
     assert table.count("<tr class=") == len(result.rows)
     assert table.count("chosen") == 1
     assert table.count("class='best") == 1
+    assert f"Under the recommended plan, {advice.row.name}:<br>1 sample became 1 micro-batch: 1 alone" in text
 
 
 def test_the_headline_has_the_figures_and_their_source(small: Made) -> None:
     settings, result, advice = small
-    best = next(row for row in result.rows if row.policy == result.best_baseline)
+    best = next(row for row in result.rows if row.name == result.best_baseline)
     sentence = headline(settings, result, advice)
     for part in (
         advice.row.name,
@@ -231,7 +258,7 @@ def test_the_headline_has_the_figures_and_their_source(small: Made) -> None:
 
 def test_a_recommended_baseline_is_not_compared_with_itself(small: Made) -> None:
     settings, result, _ = small
-    best = next(row for row in result.rows if row.policy == result.best_baseline)
+    best = next(row for row in result.rows if row.name == result.best_baseline)
     sentence = headline(settings, result, Recommendation(best, ""))
     assert sentence.count(best.name) == 1
     assert "no baseline is faster" in sentence
@@ -240,7 +267,7 @@ def test_a_recommended_baseline_is_not_compared_with_itself(small: Made) -> None
 def test_one_device_and_one_policy_make_a_page_and_a_trace(alone: Made, tmp_path: Path) -> None:
     settings, result, advice = alone
     assert shown_plans(result, advice) == [0]
-    write_plan_page(tmp_path / "plan.html", settings, result, advice, LENGTHS.tolist())
+    write_plan_page(tmp_path / "plan.html", settings, result, advice, LENGTHS.tolist(), ACCOUNT)
     check_trace(trace_events(result, advice))
     assert "recommended: random" in shown(alone)
     assert "no other plan that fits" in headline(settings, result, advice)
@@ -451,5 +478,8 @@ def test_the_command_writes_page_and_trace_and_prints_the_table(tmp_path: Path) 
     record = plan(config, console)
     text = console.export_text()
     assert f"recommended: {record['recommendation']['name']}" in text
+    assert text.index("recommended: ") < text.index("What became of the samples")
+    assert f"{record['account']['not_used']:,} samples not used" in text
+    assert "<h2>What became of the samples</h2>" in page.read_text(encoding="utf-8")
     assert "<h2>The data</h2>" in page.read_text(encoding="utf-8")
     check_trace(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from sparsebalance.planning.accounting import Account, account
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import Latency, MicroBatch, Segment, StepPlan, Topology
+from sparsebalance.reporting.accounting import account_of
 from sparsebalance.reporting.planned.command import report, write_planned_page, write_planned_trace
 from sparsebalance.reporting.planned.page import headline
 from sparsebalance.reporting.planned.reasons import candidates, explain
 from sparsebalance.reporting.planned.records import TERMS, Step, parse_step, read_run
-from sparsebalance.reporting.planned.timeline import COLORS, timeline
+from sparsebalance.reporting.planned.timeline import COLORS, measured_bars, planned_bars, timeline
 from sparsebalance.reporting.planned.totals import run_figures, verdict
 from sparsebalance.reporting.planned.trace import chosen, trace_events
 
@@ -155,6 +159,40 @@ def pipeline_record(step: int = 0) -> dict[str, Any]:
             end = 1.1 * (80.0 + 20.0 * (1 - stage))
             workers.append({"rank": rank, "stage": stage, "all_reduce_ms": 115.0 - end, "units": units})
     return step_record([[unit(1, 1)]], step) | {"workers": workers, "step_ms": 115.0, "predicted_step_ms": 100.0}
+
+
+def chain_of(sample: int, *chunks: tuple[int, float, float], recomputed: int = 0) -> list[dict[str, Any]]:
+    """Chunks (tokens, planned ms, measured ms) of one sample, the first `recomputed` of them run forward twice."""
+    start, found = 0, []
+    for place, (tokens, planned, measured) in enumerate(chunks):
+        entry = unit(planned, measured, [tokens])
+        length = sum(size for size, _, _ in chunks)
+        entry["chunk"] = {"sample": sample, "start": start, "of": length, "recomputed": place < recomputed}
+        found.append(entry)
+        start += tokens
+    return found
+
+
+def chained_record(*ranks: list[list[dict[str, Any]]], pause: float = 0.0, exchange: float = 0.0) -> dict[str, Any]:
+    """Per rank its chains; each runs forward in order, `pause` ms later (as measured) backward last to first."""
+    record = step_record([[entry for chain in chains for entry in chain] for chains in ranks], exchange=exchange)
+    ends: list[float] = []
+    for worker in record["workers"]:
+        for side, idle in (("planned", 0.0), ("measured", pause)):
+            now, units = 0.0, list(worker["units"])
+            for chain in ranks[worker["rank"]]:
+                own, units = units[: len(chain)], units[len(chain) :]
+                for entry in own:
+                    entry[side]["start_ms"] = now
+                    now += entry[side]["forward_ms"]
+                now += idle
+                for entry in reversed(own):
+                    entry[side]["backward_start_ms"] = now
+                    now += entry[side]["backward_ms"]
+        ends.append(now)
+    for worker, end in zip(record["workers"], ends):
+        worker["all_reduce_ms"] = max(ends) - end + exchange
+    return record | {"step_ms": max(ends) + exchange}
 
 
 def write_run(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -335,6 +373,112 @@ def test_bubbles_of_a_pipeline_are_the_plans() -> None:
     step = parse_step(pipeline_record(), "it")
     assert explain(step).text == "the plan itself keeps ranks and stages waiting for 40% of its time"
     assert step.workers[0].units[0].measured.end_ms == pytest.approx(110)
+
+
+# Chunks of a sample: forwards in order, then backwards in reverse.
+
+THREE = [(4096, 30.0, 30.0), (4096, 36.0, 36.0), (808, 9.0, 9.0)]
+
+
+def placed(bars: Any) -> list[tuple[str, float, float]]:
+    found = [(bar.text or bar.kind, round(bar.start_ms, 6), round(bar.took_ms, 6)) for bar in bars]
+    return sorted(found, key=lambda bar: bar[1:])
+
+
+def test_bars_of_a_chain_touch_and_no_waiting_is_seen_between_a_forward_and_its_backward() -> None:
+    record = chained_record([chain_of(17, *THREE), [unit(15, 15)]], [[unit(90, 90)]])
+    step = parse_step(record, "it")
+    chain = [("F0", 0, 10), ("F1", 10, 12), ("F2", 22, 3), ("B2", 25, 6), ("B1", 31, 24), ("B0", 55, 20)]
+    expected = [*chain, ("F3", 75, 5), ("B3", 80, 10)]
+    assert placed(measured_bars(step, step.workers[0])) == expected
+    assert placed(planned_bars(step, step.workers[0])) == expected
+    assert [step.waiting_ms(worker) for worker in step.workers] == pytest.approx([0, 0])
+    assert explain(step).kind == "planned"
+
+
+def test_waiting_of_a_chain_is_the_gaps_between_its_bars() -> None:
+    """Ranks stand still for 8 ms between forwards and backwards; rank 0 ends at 83, rank 1 at 70 and waits for it."""
+    record = chained_record([chain_of(17, *THREE)], [[unit(70, 62)]], pause=8, exchange=5)
+    step = parse_step(record, "it")
+    first, second = (placed(measured_bars(step, worker)) for worker in step.workers)
+    assert [bar for bar in first if bar[0] not in ("F0", "F1", "F2", "B0", "B1", "B2")] == [
+        ("waiting", 25, 8),
+        ("all-reduce", 83, 5),
+    ]
+    assert [bar for bar in second if bar[0] not in ("F0", "B0")] == [
+        ("waiting", pytest.approx(62 / 3), 8),
+        ("waiting", 70, 13),
+        ("all-reduce", 83, 5),
+    ]
+    assert [step.waiting_ms(worker) for worker in step.workers] == pytest.approx([8, 83 - 62])
+    parts = run_figures([step], [])["workers"]
+    assert [worker["parts_ms"]["waiting"] for worker in parts] == pytest.approx([8, 21])
+    assert sum(parts[0]["parts_ms"].values()) == pytest.approx(step.step_ms)
+    prices = {reason.kind: reason for reason in candidates(step)}
+    assert prices["gap"].lost_ms == pytest.approx(8)
+    assert prices["gap"].text == "rank 0 paused for 8 ms between its units"
+
+
+def test_the_trace_of_chains_keeps_their_order() -> None:
+    record = chained_record([chain_of(17, *THREE), chain_of(3, (64, 6.0, 7.0), (20, 3.0, 4.0))], [[unit(90, 90)]])
+    events = trace_events([parse_step(record, "it")])
+    validate_trace({"traceEvents": events, "displayTimeUnit": "ms"})
+    for thread in (0, 1):
+        lane = [event["name"] for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (0, thread)]
+        assert lane[:10] == ["F0", "F1", "F2", "B2", "B1", "B0", "F3", "F4", "B4", "B3"]
+
+
+def test_a_chunk_says_which_part_of_which_sample_it_is() -> None:
+    step = parse_step(chained_record([chain_of(17, *THREE, recomputed=1)], [[unit(75, 75)]]), "it")
+    hovers = {bar.text: bar.hover for bar in measured_bars(step, step.workers[0])}
+    assert "chunk 0..4,096 of sample 17 (9,000 tokens), recomputed in its backward<br>" in hovers["B0"]
+    assert "808 tokens, 80 targets, chunk 8,192..9,000 of sample 17 (9,000 tokens)<br>" in hovers["F2"]
+    assert "chunk" not in next(measured_bars(step, step.workers[1])).hover
+    figure = timeline(step)
+    assert any("chunk 4,096..8,192 of sample 17" in text for bars in figure.data for text in bars.hovertext)
+
+
+def test_a_sample_in_chunks_that_is_longer_than_a_ranks_share_cannot_be_balanced() -> None:
+    chunks = [(4096, 20.0, 20.0)] * 4
+    step = parse_step(chained_record([chain_of(5, *chunks), [unit(20, 20)]], [[unit(20, 20)]]), "it")
+    reason = explain(step)
+    assert reason.text == "one sample of 16,384 tokens in 4 chunks is 80% of rank 0's time: no placement can balance it"
+    assert reason.lost_ms == pytest.approx(40)
+    short = parse_step(chained_record([chain_of(5, *chunks[:2]), [unit(60, 60)]], [[unit(20, 20)]]), "it")
+    assert explain(short).text == "the plan itself was uneven: rank 0 had 1.67x the mean rank's time"
+
+
+def test_a_slow_chunk_is_named_as_one() -> None:
+    slow = [*[(4096, 30.0, 30.0)] * 3, (4096, 30.0, 75.0)]
+    step = parse_step(chained_record([chain_of(5, *slow)], [[unit(60, 60)], [unit(60, 60)]]), "it")
+    assert explain(step).text == "one unit of rank 0 (4,096 tokens, a chunk of sample 5) took 2.5x its prediction"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.lists(st.tuples(st.floats(0.01, 50), st.floats(0.01, 50)), min_size=1, max_size=4), max_size=3),
+        min_size=1,
+        max_size=3,
+    ),
+    st.floats(0, 20),
+    st.floats(0, 20),
+)
+def test_time_of_ranks_with_chains_adds_up(
+    ranks: list[list[list[tuple[float, float]]]], pause: float, exchange: float
+) -> None:
+    chains = [[chain_of(i, *((16, p, m) for p, m in chain)) for i, chain in enumerate(rank)] for rank in ranks]
+    record = chained_record(*chains, pause=pause, exchange=exchange)
+    if record["step_ms"] == 0:
+        return
+    step = parse_step(record, "it")
+    for worker in step.workers:
+        bars = placed(measured_bars(step, worker))
+        for (_, start, took), (_, following, _) in pairwise(bars):
+            assert start + took <= following + 1e-5
+        waited = sum(took for name, _, took in bars if name == "waiting")
+        assert step.waiting_ms(worker) == pytest.approx(waited, abs=0.05)  # bars of 0.01 ms are left out
+        assert step.waiting_ms(worker) + worker.measured_ms + exchange == pytest.approx(step.step_ms)
 
 
 @settings(max_examples=150, deadline=None)
@@ -563,6 +707,10 @@ def _text(record: dict[str, Any]) -> None:
     record["workers"][0] = "rank 0"
 
 
+def _chunk_outside(record: dict[str, Any]) -> None:
+    record["workers"][0]["units"][0]["chunk"] = {"sample": 3, "start": 32, "of": 40, "recomputed": False}
+
+
 def _comparison(record: dict[str, Any]) -> None:
     record["policies"] = {}
 
@@ -577,6 +725,7 @@ def _comparison(record: dict[str, Any]) -> None:
         (_not_finite, "line 1 .*step_ms is nan"),
         (_no_time, "line 1 .*step_ms is 0"),
         (_text, "line 1 .*is not a step record"),
+        (_chunk_outside, "line 1 .*a chunk holds tokens 32 to 82 of 40"),
         (_comparison, r"a comparison, not a training run; its own page is .*report\.html"),
     ],
 )
@@ -586,6 +735,71 @@ def test_bad_records_end_in_one_sentence(spoil: Any, message: str, tmp_path: Pat
     with pytest.raises(InputError, match=message) as caught:
         report(write_run(tmp_path, [record]), quiet())
     assert "\n" not in str(caught.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+# What became of the samples.
+
+
+def books() -> dict[str, Any]:
+    """data.json of a run of two steps: samples 1 and 2 packed, 4 in two chunks, 3 alone."""
+    layers, latency = (4,), Latency(1.0, 2.0)
+    packed = MicroBatch((Segment(1, 0, 30, 30, 3), Segment(2, 0, 50, 50, 5)), layers, latency)
+    chunks = [MicroBatch((Segment(4, a, b, 150, 10),), layers, latency) for a, b in ((0, 96), (96, 150))]
+    alone = MicroBatch((Segment(3, 0, 90, 90, 9),), layers, latency)
+    plans = [StepPlan("sab", Topology(), 16, (units,), 9.0) for units in ((packed, *chunks), (alone,))]
+    found = account(plans, capacity=96, rows_read=6, dropped=1, dropped_tokens=400, not_used=1)
+    sentences = [*found.sentences(), "Length correlation 0.09 -> 0.10.", "A <sentence> of the run."]
+    return {"schema": 1, "account": asdict(found), "batches": {}, "seen": {}, "sentences": sentences}
+
+
+def test_an_account_comes_back_from_json() -> None:
+    record = books()["account"]
+    found = account_of(json.loads(json.dumps(record)))
+    assert isinstance(found, Account)
+    assert asdict(found) == record
+    assert (found.packed.samples, found.cut.micro_batches, found.micro_batches) == (2, 2, 4)
+
+
+def test_the_page_says_what_became_of_the_samples(tmp_path: Path) -> None:
+    write_run(tmp_path, run_of(2, 2))
+    report(tmp_path, quiet())
+    without = (tmp_path / "report.html").read_text()
+    assert "What became of the samples" not in without
+    (tmp_path / "data.json").write_text(json.dumps(books()))
+    report(tmp_path, quiet())
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('class="plotly-graph-div"') == without.count('class="plotly-graph-div"') + 1
+    section = page[page.index("<h2>What became of the samples</h2>") :]
+    text = section[: section.index("</p>")]
+    assert "4 samples became 4 micro-batches: 2 packed in 1, 1 cut in 2 chunks, 1 alone; of 6 rows read, 1 drop" in text
+    assert text.count("4 samples became") == 1
+    assert "Length correlation 0.09 → 0.10.<br>A &lt;sentence&gt; of the run." in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda record: "{", "is not the account of a run"),
+        (lambda record: [], "is not the account of a run"),
+        (lambda record: record | {"sentences": "one"}, "its sentences are not a list of texts"),
+        (lambda record: {"sentences": []}, "has no 'account'"),
+        (lambda record: record | {"account": []}, "is not the account of a run"),
+        (lambda record: record | {"account": {}}, "has no 'alone'"),
+        (lambda record: record | {"account": record["account"] | {"more": 1}}, "unexpected keyword argument 'more'"),
+        (lambda record: record | {"account": record["account"] | {"tokens": -1}}, "its tokens is -1"),
+        (lambda record: record | {"account": record["account"] | {"fill_mean": None}}, "its fill_mean is None"),
+        (lambda record: record | {"account": record["account"] | {"fill_bins": []}}, "no bins or no capacity"),
+        (lambda record: record | {"account": record["account"] | {"alone": {"samples": 1}}}, "has no 'micro_batches'"),
+    ],
+)
+def test_broken_books_end_in_one_sentence(spoil: Any, message: str, tmp_path: Path) -> None:
+    spoilt = spoil(books())
+    (write_run(tmp_path, run_of(1, 1)) / "data.json").write_text(spoilt if spoilt == "{" else json.dumps(spoilt))
+    with pytest.raises(InputError, match=r".*data\.json .*" + message) as caught:
+        report(tmp_path, quiet())
+    assert "\n" not in str(caught.value)
+    assert "delete it to get the page without its section" in str(caught.value)
     assert not (tmp_path / "report.html").exists()
 
 

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance.cli import main
+from sparsebalance.planner.command import scenario_of
+from sparsebalance.planner.config import PlanConfig
 from sparsebalance.planner.forecast import (
     Forecast,
     Row,
@@ -29,11 +31,13 @@ from sparsebalance.planner.sweep import Choice, sweep, topologies
 from sparsebalance.planning.baselines import BASELINES
 from sparsebalance.planning.decoder import Decoder
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.hardware import named_device
 from sparsebalance.planning.lengths import Lengths
 from sparsebalance.planning.network import LinkCost, NetworkCosts
 from sparsebalance.planning.plan import Topology
 from sparsebalance.planning.policy import OURS
 from sparsebalance.planning.table_file import save_table
+from sparsebalance.reporting.accounting import account_of
 from tests.conftest import samples_of, slow_device
 from tests.unit.test_latency import DECODER, make_table
 
@@ -209,11 +213,14 @@ def test_random_comes_first_and_all_speedups_are_over_it(piped: Forecast) -> Non
 def test_the_best_baseline_is_the_fastest_that_is_not_ours(piped: Forecast) -> None:
     baselines = [row for row in piped.rows if not row.ours]
     best = min(baselines, key=lambda row: row.step_ms)
-    assert piped.best_baseline == best.policy
+    assert piped.best_baseline == best.name
     assert best.speedup_vs_best == 1.0
     assert min(piped.rows, key=lambda row: row.step_ms).ours  # else this would prove nothing
     assert {row.policy for row in piped.rows if row.ours} == set(OURS)
-    assert [row.policy for row in baselines] == list(BASELINES)
+    assert list(dict.fromkeys(row.policy for row in baselines)) == list(BASELINES)
+    chunked = [(row.unit_size, row.schedule) for row in piped.rows if row.policy == "dense_chunks"]
+    assert chunked == [(row.unit_size, row.schedule) for row in piped.rows if row.policy == "sab"]
+    assert len(chunked) == 3
     for row in piped.rows:
         assert row.speedup_vs_best == pytest.approx(best.step_ms / row.step_ms)
 
@@ -313,6 +320,8 @@ def test_variants_are_random_first_then_every_unit_size_and_split_backwards_unde
         ("random", None, "1f1b"), ("kk_tokens", None, "1f1b"), ("sab", None, "1f1b"), ("sab", 32, "1f1b"),
         ("dst", None, "1f1b"),
     ]  # fmt: skip
+    peer = variants_of(scenario(pp=2), ["dense_chunks", "dense_chunks"], [32])
+    assert planned(peer)[1:] == [("dense_chunks", 32, "1f1b"), ("dense_chunks", 32, "zero_bubble")]
     piped = variants_of(scenario(pp=2), ["sab"], [None, 32])
     assert planned(piped)[1:] == [("sab", None, "1f1b"), ("sab", 32, "1f1b"), ("sab", 32, "zero_bubble")]
     assert planned(variants_of(scenario(pp=2, schedule="gpipe"), ["sab"], [32]))[1:] == [("sab", 32, "gpipe")]
@@ -349,6 +358,21 @@ def test_tuned_policies_are_not_recommended_on_time_alone() -> None:
     rows = [row("random", 100), row("dst", 10), row("sab_dst", 5), row("sab", 60)]
     assert recommend(rows, None).row is rows[3]
     assert recommend([row("random", 100, fits=False), *rows[1:3]], None).row is rows[2]  # nothing else fits
+
+
+def test_a_baseline_is_recommended_only_where_it_is_faster_than_ours() -> None:
+    peer, sab = row("dense_chunks", 60, 50, unit_size=512), row("sab", 60.5, 400, unit_size=512)
+    assert recommend([row("random", 100), peer, sab], None).row is sab  # less than 1 % slower, whatever it needs
+    slow = row("sab", 72, unit_size=512)
+    found = recommend([row("random", 100), peer, slow], None)
+    assert found.row is peer
+    assert found.reason.endswith("; a baseline, because it is 1.20x as fast as ours (sab 512)")
+    assert recommend([row("random", 100), peer, replace(slow, fits=False)], None).row is peer
+    alone = recommend([row("random", 100), peer], None)
+    assert alone.row is peer
+    assert "ours" not in alone.reason
+    tuned = recommend([row("random", 100), peer, row("sab_dst", 30), sab], None)
+    assert tuned.row is sab
 
 
 def test_unknown_memory_refuses_nothing() -> None:
@@ -503,15 +527,23 @@ def test_plan_forecasts_recommends_and_writes_pages(
     assert (settings["model"], settings["source"]) == ("smollm2-135m", "h200, analytic, not measured")
     names = [row["name"] for row in result["rows"]]
     assert names == [
-        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "kk_tokens_packed", "nextfit_packing", "sab 1,024",
-        "sab 1,024 zero_bubble", "dst", "sab_dst 1,024", "sab_dst 1,024 zero_bubble",
+        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "kk_tokens_packed", "nextfit_packing",
+        "dense_chunks 1,024", "dense_chunks 1,024 zero_bubble", "sab 1,024", "sab 1,024 zero_bubble",
+        "dst", "sab_dst 1,024", "sab_dst 1,024 zero_bubble",
     ]  # fmt: skip
     assert {row["kind"] for row in result["rows"]} == {"simulated"}
     assert all(row["fits"] for row in result["rows"])
-    assert result["best_baseline"] in BASELINES
+    baselines = {row["name"]: row["step_ms"] for row in result["rows"] if row["policy"] in BASELINES}
+    assert result["best_baseline"] == min(baselines, key=baselines.__getitem__)
     assert result["recommendation"]["name"] in names
     assert result["bound_ms"] > 0
     assert f"recommended: {result['recommendation']['name']}: " in captured.err
+    chosen = next(row for row in result["rows"] if row["name"] == result["recommendation"]["name"])
+    found = account_of(result["account"])
+    assert (found.rows_read, found.samples, found.not_used, found.steps, found.capacity) == (40, 32, 8, 2, 1024)
+    assert (found.alone.samples + found.packed.samples + found.cut.samples, found.dropped) == (32, 0)
+    assert found.micro_batches == 2 * chosen["units"]
+    assert found.sentences()[0] in " ".join(captured.err.split())
     assert "<html" in page.read_text()[:1000].lower()
     assert json.loads(trace.read_text())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lengths.txt", "plan.html", "plan.json"]
@@ -563,6 +595,34 @@ def test_people_get_a_table(lengths_file: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "recommended: " in printed
     assert "analytic, not measured" in printed
+
+
+def test_samples_without_targets_are_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("length,targets\n" + "".join(f"{100 * i},{i % 4}\n" for i in range(1, 33)))
+    assert main(["plan", str(path), *FAST, "--dp", "2", "--policies", "sab", "--json"]) == 0
+    found = account_of(strict_json(capsys.readouterr().out)["account"])
+    assert (found.without_targets, found.targets, found.not_used) == (8, 48, 0)
+
+
+def test_where_nothing_fits_the_table_is_printed_before_the_error(
+    lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that holds the weights and next to nothing else."""
+    device = named_device("h200")
+    static = max(scenario_of(PlanConfig("-", model="smollm2-135m", dp=2)).static_mb())
+    tight = replace(device, memory_gb=1.001 * static / 1e3 / USABLE)
+    monkeypatch.setattr("sparsebalance.planner.command.named_device", lambda name: tight)
+    page = tmp_path / "plan.html"
+    arguments = [str(lengths_file), *FAST, "--dp", "2", "--html", str(page)]
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.strip().splitlines()[-1].startswith("error: nothing fits: ")
+    for name in ("random", "dense_chunks 1,024", "sab 1,024", "too large: a device has"):
+        assert name in captured.out
+    assert "->" not in captured.out
+    assert "recommended" not in captured.out
+    assert not page.exists()
 
 
 @pytest.mark.parametrize(

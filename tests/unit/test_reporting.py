@@ -12,6 +12,9 @@ import pytest
 from rich.console import Console
 
 from sparsebalance.comparison.summary import check_strict, in_order, slowest_unit_error, summarise, unit_errors
+from sparsebalance.planning.baselines import BASELINES
+from sparsebalance.planning.policy import OURS
+from sparsebalance.reporting import figures
 from sparsebalance.reporting.console import COLUMNS, comparison_notes, print_comparison
 from sparsebalance.reporting.html import headline, write_report
 from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
@@ -229,6 +232,69 @@ def test_the_trace_follows_the_chrome_format(tmp_path: Path) -> None:
     for (tid, ts, _, dur), (next_tid, next_ts, _, _) in zip(slices, slices[1:]):  # noqa: RUF007
         assert next_tid != tid or next_ts == pytest.approx(ts + dur)
     assert sum(e["name"] in ("F1", "B1") for e in trace_events(records()[0])) == 2  # the empty unit has no slice
+
+
+def chained() -> dict[str, Any]:
+    """A record of one policy: rank 0 runs two chunks of sample 7 (F0 F1, 4 ms of nothing, B1 B0), then a whole one."""
+    step = policy_step([[30.0, 60.0, 15.0], [90.0]])
+    first, second, third = step["units"][0]
+    for unit, start, forward, back in ((first, 0, 0.0, 74.0), (second, 30, 10.0, 34.0), (third, None, 94.0, 99.0)):
+        unit |= {"start_ms": forward, "backward_start_ms": back}
+        if start is not None:
+            unit["chunk"] = {"sample": 7, "start": start, "of": 90, "recomputed": start == 0}
+    step["units"][1][0]["backward_start_ms"] = 30.0
+    return {"step": 0, "policies": {"random": step | {"all_reduce_ms": [1.0, 20.0]}}}
+
+
+def test_the_trace_of_a_comparison_shows_chunks_where_they_ran() -> None:
+    events = [e for e in trace_events(chained()) if e["ph"] == "X" and e["tid"] == 0]
+    slices = sorted((e["ts"] / 1e3, e["dur"] / 1e3, e["name"]) for e in events)
+    assert slices == [
+        (0, 10, "F0"),
+        (10, 20, "F1"),
+        (34, 40, "B1"),
+        (74, 20, "B0"),
+        (94, 5, "F2"),
+        (99, 10, "B2"),
+        (109, 1, "all-reduce and waiting"),
+    ]
+    details = {e["name"]: e["args"] for e in events}
+    assert details["B1"]["chunk"] == {"sample": 7, "start": 30, "of": 90, "recomputed": False}
+    assert "chunk" not in details["F2"]
+
+
+def test_the_timeline_of_a_comparison_shows_chunks_where_they_ran() -> None:
+    bars = {bar.name: bar for bar in figures.timeline(chained(), ["random"]).data}
+    assert list(zip(bars["forward"].base, bars["forward"].x)) == [(0, 10), (10, 20), (94, 5), (0, 30)]
+    assert list(zip(bars["backward"].base, bars["backward"].x)) == [(74, 20), (34, 40), (99, 10), (30, 60)]
+    assert list(zip(bars["waiting"].base, bars["waiting"].x)) == [(109, 1), (90, 20)]
+    texts = bars["backward"].hovertext
+    assert "30 tokens, 15 targets, chunk 0..30 of sample 7 (90 tokens), recomputed in its backward<br>" in texts[0]
+    assert "samples 15<br>" in texts[2]
+
+
+def test_waiting_before_the_all_reduce_begins_where_the_last_backward_ends() -> None:
+    """The first chunk's backward is the last of a rank that runs nothing else."""
+    record = chained()
+    del record["policies"]["random"]["units"][0][2]
+    bars = {bar.name: bar for bar in figures.timeline(record, ["random"]).data}
+    assert bars["waiting"].base[0] == 94
+    (wait,) = (e for e in trace_events(record) if e["name"].startswith("all-reduce") and e["tid"] == 0)
+    assert wait["ts"] == 94_000
+
+
+def test_dense_chunks_is_a_baseline_however_fast_it_is() -> None:
+    steps = records()
+    for step in steps:
+        step["policies"]["dense_chunks"] = step["policies"]["sab"] | {
+            "step_ms": 0.5 * step["policies"]["sab"]["step_ms"]
+        }
+    policies, best = summarise(steps, (*NAMES, "dense_chunks"), ["sab_dst"])
+    assert best == "dense_chunks"
+    assert not policies["dense_chunks"]["ours"]
+    assert policies["sab"]["speedup_vs_best_baseline"] == pytest.approx(0.5)
+    colors = list(figures.policy_colors((*BASELINES, *OURS)).values())
+    assert len(set(colors)) == len(colors)
 
 
 def test_length_statistics_by_hand() -> None:

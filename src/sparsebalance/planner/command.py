@@ -12,22 +12,27 @@ from sparsebalance.planner.forecast import (
     Batches,
     Forecast,
     Recommendation,
+    Variant,
+    best_unit_size,
     check_static,
     forecast,
     global_batches,
+    plans,
     recommend,
     variants_of,
 )
 from sparsebalance.planner.scenario import Scenario
 from sparsebalance.planner.sweep import sweep
+from sparsebalance.planning.accounting import Account, account
 from sparsebalance.planning.batching import check_unit_size
 from sparsebalance.planning.decoder import named_decoder
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.hardware import named_device
 from sparsebalance.planning.lengths import Lengths, read_lengths
 from sparsebalance.planning.plan import Topology
-from sparsebalance.planning.policy import named_policy
+from sparsebalance.planning.policy import CUTTING, named_policy
 from sparsebalance.planning.table_file import load_table
+from sparsebalance.reporting.accounting import print_account
 from sparsebalance.reporting.plan.console import print_choices, print_forecast
 from sparsebalance.reporting.plan.page import write_plan_page, write_sweep_page
 from sparsebalance.reporting.plan.trace import write_plan_trace
@@ -43,7 +48,8 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     """Returns the JSON-compatible result.
 
     Raises:
-        InputError: lengths, model, device, table or topology that cannot be used; nothing is written then.
+        InputError: lengths, model, device, table or topology that cannot be used, or nothing fits, which is said after
+            the table; nothing is written then.
     """
     _check(config)
     scenario = scenario_of(config, config.sweep)
@@ -114,7 +120,7 @@ def _token_cap(config: PlanConfig, lengths: Lengths) -> int:
 
 
 def _unit_sizes(config: PlanConfig, block_size: int, token_cap: int) -> list[int | None]:
-    """Sizes to try for the units of `sab`; None is whole samples.
+    """Sizes to try for units; None is whole samples.
 
     Raises:
         InputError: a size that is no multiple of the block size, or over the cap.
@@ -134,13 +140,20 @@ def _forecast(config: PlanConfig, scenario: Scenario, lengths: Lengths, console:
     token_cap = _token_cap(config, lengths)
     check_static(scenario)
     with progress_bars(console) as progress:
-        size = _best_unit_size(config, scenario, batches, token_cap)
+        sizes = _unit_sizes(config, scenario.block_size, token_cap)
+        size = best_unit_size(batches[:CHOOSING_STEPS], scenario, sizes, token_cap)
         variants = variants_of(scenario, config.policies, [size])
         result = forecast(batches, variants, token_cap, follow(progress, "simulating steps") or (lambda *_: None))
-    advice = recommend(result.rows, scenario.capacity_mb)
     settings = _settings(config, scenario, lengths, batch_size, len(batches))
+    try:
+        advice = recommend(result.rows, scenario.capacity_mb)
+    except InputError:
+        print_forecast(console, settings, result, None)  # by how much nothing fits
+        raise
     print_forecast(console, settings, result, advice)
-    _write(config, settings, result, advice, lengths, console)
+    found = _account(batches, variants[result.rows.index(advice.row)], token_cap, lengths)
+    print_account(console, found)
+    _write(config, settings, result, advice, lengths, found, console)
     return {
         "schema": SCHEMA,
         "settings": settings,
@@ -148,16 +161,21 @@ def _forecast(config: PlanConfig, scenario: Scenario, lengths: Lengths, console:
         "best_baseline": result.best_baseline,
         "bound_ms": result.bound_ms,
         "recommendation": {"name": advice.row.name, "reason": advice.reason},
+        "account": asdict(found),
     }
 
 
-def _best_unit_size(config: PlanConfig, scenario: Scenario, batches: Batches, token_cap: int) -> int | None:
-    """Of those to try, the one under which `sab` is fastest on a few batches, and fits if any does."""
-    sizes = _unit_sizes(config, scenario.block_size, token_cap)
-    if len(sizes) == 1:
-        return sizes[0]
-    rows = forecast(batches[:CHOOSING_STEPS], variants_of(scenario, ["sab"], sizes), token_cap).rows[1:]
-    return min(rows, key=lambda row: (row.fits is False, row.step_ms)).unit_size
+def _account(batches: Batches, variant: Variant, token_cap: int, lengths: Lengths) -> Account:
+    """What becomes of the samples in the simulated steps of one variant."""
+    size = variant.scenario.unit_size if variant.policy in CUTTING else None
+    targets = lengths.targets
+    return account(
+        plans(batches, variant, token_cap),
+        capacity=size or token_cap,
+        rows_read=len(lengths.values),
+        without_targets=0 if targets is None else int((targets == 0).sum()),
+        not_used=len(lengths.values) - sum(map(len, batches)),
+    )
 
 
 def _write(
@@ -166,10 +184,11 @@ def _write(
     result: Forecast,
     advice: Recommendation,
     lengths: Lengths,
+    found: Account,
     console: Console,
 ) -> None:
     if config.html is not None:
-        write_plan_page(config.html, settings, result, advice, lengths.values.tolist())
+        write_plan_page(config.html, settings, result, advice, lengths.values.tolist(), found)
         console.print(f"page: {config.html}")
     if config.trace is not None:
         write_plan_trace(config.trace, settings, result, advice)

@@ -19,7 +19,7 @@ class PlanConfig:
 
     Attributes:
         lengths: sample lengths: a .jsonl, .csv, .txt or .npy file, a saved `datasets` directory, - for standard
-            input, or a built-in distribution (longalign-10k, longalpaca-12k, chatqa2).
+            input, or a built-in distribution (longalign-10k, longalpaca-12k, chatqa2, real).
         column: of the file, where it has several.
         limit: use only the first so many samples.
         model: a preset such as qwen2.5-3b, or a path to a transformers config.json or its directory.
@@ -34,9 +34,9 @@ class PlanConfig:
         block_size: keys per block.
         budget: attention budget in blocks, own block included.
         granularity: "token": every query routes for itself; "block": one choice for a block of queries.
-        unit_size: tokens of a unit of `sab`: longer samples run in chunks, shorter ones are packed; "whole" leaves
-            samples whole; "auto" tries several.
-        schedule: of the pipeline; `sab` is tried with split backwards (zero_bubble) besides 1f1b.
+        unit_size: tokens of a unit of `sab`, `sab_dst` and `dense_chunks`: longer samples run in chunks, shorter ones
+            are packed; "whole" leaves samples whole; "auto" tries several, and all three get the fastest for `sab`.
+        schedule: of the pipeline; those three are tried with split backwards (zero_bubble) besides 1f1b.
         policies: to compare; the first is always random.
         token_cap: most tokens of a micro-batch; the longest sample where unset.
         dtype: of weights and activations.
@@ -67,8 +67,8 @@ class PlanConfig:
     unit_size: int | Literal["auto", "whole"] = "auto"
     schedule: ScheduleName = "1f1b"
     policies: tuple[str, ...] = (
-        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "kk_tokens_packed", "nextfit_packing", "sab", "dst",
-        "sab_dst",
+        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "kk_tokens_packed", "nextfit_packing", "dense_chunks",
+        "sab", "dst", "sab_dst",
     )  # fmt: skip
     token_cap: int | None = None
     dtype: Precision = "bfloat16"

@@ -6,23 +6,22 @@ fraction, peak memory and the bound, all over the same global batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sparsebalance.planner.scenario import Scenario
-from sparsebalance.planning.baselines import BASELINES
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.imbalance import imbalance
 from sparsebalance.planning.lengths import Lengths
 from sparsebalance.planning.plan import Sample, StepPlan
-from sparsebalance.planning.policy import OURS, named_policy, plan_and_timeline
+from sparsebalance.planning.policy import CUTTING, OURS, named_policy, plan_and_timeline
 from sparsebalance.planning.timeline import Timeline
 
 BASELINE = "random"
 TUNED = ("dst", "sab_dst")  # policies that change what attention reads
-CUTTING = ("sab", "sab_dst")  # policies that make units of a given size
+ALIKE = 1.01  # rows whose step times differ by less than this factor take the same time
 TARGET_SHARE = 0.1  # target tokens of a sample whose data does not say: a tenth, at most 1,024
 Batches = Sequence[Sequence[Sample]]
 
@@ -86,7 +85,7 @@ class Variant:
 class Forecast:
     """Attributes:
     rows: in the order of the variants.
-    best_baseline: name of the fastest policy that is not ours.
+    best_baseline: name of the fastest row whose policy is not ours, with its unit size and schedule.
     bound_ms: mean step time if no device ever waited.
     examples: per variant, its plan and timeline of the step on which `random` is slowest.
     example_step: that step's number.
@@ -157,18 +156,32 @@ def forecast(
         # The least work of any: packing saves fixed costs. Tuned budgets change the work itself.
         bounds.append(min(steps[-1].work_ms for v, steps in zip(variants, results) if v.policy not in TUNED))
     totals = [sum(step.step_ms for step in steps) for steps in results]
-    baselines = [i for i, variant in enumerate(variants) if variant.policy in BASELINES]
+    baselines = [i for i, variant in enumerate(variants) if variant.policy not in OURS]
     best = min(baselines, key=lambda i: totals[i])
+    rows = tuple(
+        _row(variant, steps, totals[0] / total, totals[best] / total, sum(bounds))
+        for variant, steps, total in zip(variants, results, totals)
+    )
     return Forecast(
-        rows=tuple(
-            _row(variant, steps, totals[0] / total, totals[best] / total, sum(bounds))
-            for variant, steps, total in zip(variants, results, totals)
-        ),
-        best_baseline=variants[best].policy,
+        rows=rows,
+        best_baseline=rows[best].name,
         bound_ms=float(np.mean(bounds)),
         examples=examples,
         example_step=example_step,
     )
+
+
+def plans(batches: Batches, variant: Variant, token_cap: int) -> Iterator[StepPlan]:
+    """One variant's plan of every batch, made again: a forecast keeps that of its example step alone."""
+    return (_planned(batch, variant, token_cap)[0] for batch in batches)
+
+
+def best_unit_size(batches: Batches, scenario: Scenario, sizes: Sequence[int | None], token_cap: int) -> int | None:
+    """Of `sizes`, the one under which `sab` fits, if any does, and is fastest; of those alike the leanest."""
+    if len(sizes) == 1:
+        return sizes[0]
+    rows = forecast(batches, variants_of(scenario, ["sab"], sizes), token_cap).rows[1:]
+    return _fastest([row for row in rows if row.fits is not False] or rows).unit_size
 
 
 @dataclass(frozen=True)
@@ -261,10 +274,10 @@ def check_static(scenario: Scenario) -> None:
 
 
 def variants_of(scenario: Scenario, policies: Sequence[str], unit_sizes: Sequence[int | None]) -> list[Variant]:
-    """`random` first, then the policies; those that make units once for every unit size, and under pipelines once
-    more with split backwards."""
+    """`random` first, then the policies, each once; those that make units of a size for every unit size, and under
+    pipelines once more with split backwards."""
     found = [Variant(BASELINE, replace(scenario, unit_size=None))]
-    for name in policies:
+    for name in dict.fromkeys(policies):
         if name == BASELINE:
             continue
         sizes: Sequence[int | None] = unit_sizes if name in CUTTING else (None,)
@@ -287,7 +300,8 @@ class Recommendation:
 def recommend(rows: Sequence[Row], capacity_mb: float | None) -> Recommendation:
     """The fastest row that fits; among those within 1 % of it, the one that needs the least memory.
 
-    Tuned rows (`dst`, `sab_dst`) change what attention reads, so they are not recommended on time alone.
+    Tuned rows (`dst`, `sab_dst`) change what attention reads, so they are not recommended on time alone. A baseline is
+    recommended where it is more than 1 % faster than every row of ours, or there is none of ours.
 
     Raises:
         InputError: nothing fits in the device's memory.
@@ -301,15 +315,24 @@ def recommend(rows: Sequence[Row], capacity_mb: float | None) -> Recommendation:
             "Use smaller units, more stages or tensor ranks, checkpointing, or a larger device"
         )
     strict = [row for row in fitting if row.policy not in TUNED] or fitting
-    fastest = min(row.step_ms for row in strict)
-    row = min((r for r in strict if r.step_ms <= 1.01 * fastest), key=lambda r: (r.peak_memory_mb, r.step_ms))
+    ours = min((row for row in strict if row.ours), key=lambda row: row.step_ms, default=None)
+    faster = [row for row in strict if not row.ours and (ours is None or ALIKE * row.step_ms < ours.step_ms)]
+    row = _fastest(faster or [row for row in strict if row.ours])
     reason = (
         f"{row.speedup:.2f}x over random and {row.speedup_vs_best:.2f}x over the best baseline, "
         f"{row.share_of_bound:.0%} of what is possible without a bubble"
     )
     if row.fits is not None and capacity_mb is not None:
         reason += f", {row.peak_memory_mb / 1e3:,.0f} of {capacity_mb / 1e3:,.0f} GB"
+    if ours is not None and not row.ours:
+        reason += f"; a baseline, because it is {ours.step_ms / row.step_ms:.2f}x as fast as ours ({ours.name})"
     rejected = [r for r in rows if r.fits is False and r.step_ms < row.step_ms]
     if rejected:
         reason += f"; {min(rejected, key=lambda r: r.step_ms).name} would be faster but does not fit"
     return Recommendation(row, reason)
+
+
+def _fastest(rows: Sequence[Row]) -> Row:
+    """Of the rows that are as fast as the fastest one, or nearly, the one that needs the least memory."""
+    least = min(row.step_ms for row in rows)
+    return min((row for row in rows if row.step_ms <= ALIKE * least), key=lambda row: (row.peak_memory_mb, row.step_ms))

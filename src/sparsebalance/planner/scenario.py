@@ -36,7 +36,7 @@ class Scenario:
     device: accelerator with its links; None for a measured table, which knows its own machine.
     topology: parallel degrees.
     block_size, budget, granularity: of the block-sparse attention.
-    unit_size: tokens of a unit of `sab`; None leaves samples whole.
+    unit_size: tokens of a unit of policies that cut; None leaves samples whole.
     schedule: of the pipeline.
     dtype, checkpointing, zero: of training; `zero` spreads the optimiser over the data-parallel ranks (ZeRO-1).
     table: measured latencies instead of analytic ones.

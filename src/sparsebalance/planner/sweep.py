@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from sparsebalance.planner.forecast import (
     Batches,
-    Forecast,
     Row,
+    best_unit_size,
     check_static,
     forecast,
     global_batches,
@@ -24,7 +24,7 @@ from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.lengths import Lengths
 from sparsebalance.planning.plan import Topology
 
-POLICIES = ("random", "kk_tokens", "sab")
+POLICIES = ("random", "kk_tokens", "dense_chunks", "sab")
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def _judge(
             )
         placed = replace(scenario, topology=topology)
         check_static(placed)
-        variants = variants_of(placed, POLICIES, unit_sizes)
-        result: Forecast = forecast(batches, variants, token_cap)
-        row = recommend(result.rows, scenario.capacity_mb).row
+        size = best_unit_size(batches, placed, unit_sizes, token_cap)
+        rows = forecast(batches, variants_of(placed, POLICIES, [size]), token_cap).rows
+        row = recommend(rows, scenario.capacity_mb).row
     except InputError as error:
         return Choice(topology, None, 0.0, str(error))
     return Choice(topology, row, tokens / row.step_ms * 1e3, "")

@@ -1,17 +1,26 @@
 """What became of the samples, for the terminal and for a page.
 
-In: an `Account`. Out: a table with its sentences, and a page's section with a figure.
+In: an `Account`, or a run's data.json. Out: a table with its sentences, and a page's section with a figure.
 """
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from rich.console import Console
 from rich.table import Table
 
-from sparsebalance.planning.accounting import Account
+from sparsebalance.planning.accounting import Account, Share
+from sparsebalance.planning.errors import InputError
 from sparsebalance.reporting.page import Section, escape
+
+RUN_FILE = "data.json"  # that a training run leaves beside its metrics
 
 # Muted where nothing was done to a sample, strong where it was lost.
 COLORS = {
@@ -54,10 +63,62 @@ def account_table(found: Account) -> Table:
     return table
 
 
-def account_section(found: Account) -> Section:
-    """Heading, explanation and figure, as `write_page` takes them."""
-    text = " ".join(escape(sentence) for sentence in found.sentences())
-    return ("What became of the samples", text, account_figure(found))
+def account_section(found: Account, sentences: Sequence[str] | None = None) -> Section:
+    """Heading, explanation and figure, as `write_page` takes them.
+
+    Args:
+        sentences: what is said of the samples; the account's own where None.
+    """
+    lines = [escape(line.replace("->", "→")) for line in (found.sentences() if sentences is None else sentences)]
+    return ("What became of the samples", "<br>".join(lines), account_figure(found))
+
+
+def run_section(run: Path) -> Section | None:
+    """The section of RUN/data.json with its sentences; None for a run that wrote none.
+
+    Raises:
+        InputError: the file is not what a run writes.
+    """
+    path = run / RUN_FILE
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        sentences = record["sentences"]
+        if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+            raise ValueError("its sentences are not a list of texts")
+        return account_section(account_of(record["account"]), sentences)
+    except KeyError as error:
+        raise InputError(f"{path} has no {error}; delete it to get the page without its section") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} is not the account of a run ({error}); delete it to get the page without its section"
+        ) from error
+
+
+def account_of(record: dict[str, Any]) -> Account:
+    """The account that `dataclasses.asdict` made the record of, through JSON or not.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such record.
+    """
+    names = ("samples", "micro_batches", "tokens")
+    shares = {kind: Share(*(record[kind][name] for name in names)) for kind in ("alone", "packed", "cut")}
+    found = Account(**{**record, **shares, "fill_bins": tuple(record["fill_bins"])})
+    for name, value in _numbers(record):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"its {name} is {value!r}, but must be a number from 0 on")
+    if not found.fill_bins or found.capacity < 1:
+        raise ValueError("it has no bins or no capacity")
+    return found
+
+
+def _numbers(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        else:
+            yield from ((name, entry) for entry in (value if isinstance(value, list | tuple) else [value]))
 
 
 def account_figure(found: Account) -> go.Figure:
@@ -97,8 +158,9 @@ def account_figure(found: Account) -> go.Figure:
         col=2,
     )
     figure.add_vline(x=100 * found.fill_mean, line_dash="dot", line_color="#444", row=1, col=2)
-    figure.update_yaxes(autorange="reversed", row=1, col=1)
+    figure.update_yaxes(autorange="reversed", ticksuffix=" ", row=1, col=1)
     figure.update_xaxes(tickformat=",", row=1, col=1)
+    figure.update_yaxes(tickformat=",", row=1, col=2)
     figure.update_xaxes(title_text=f"tokens, % of {found.capacity:,} (dotted: mean)", range=[0, 100], row=1, col=2)
     figure.update_layout(height=340)
     return figure

@@ -9,10 +9,12 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from sparsebalance.reporting.planned.records import chunk_of
+
 Record = dict[str, Any]
 
 FORWARD, BACKWARD, WAIT = "#4c78a8", "#f58518", "#dddddd"
-_BASELINE_COLORS = ("#7f7f7f", "#9ecae9", "#b279a2", "#d6a5c9", "#bab0ac", "#83bcb6", "#9d755d")
+_BASELINE_COLORS = ("#7f7f7f", "#9ecae9", "#b279a2", "#d6a5c9", "#bab0ac", "#83bcb6", "#9d755d", "#c7b3e5")
 _OUR_COLORS = {"sab": "#54a24b", "dst": "#e45756", "sab_dst": "#1b7837"}
 
 
@@ -60,7 +62,7 @@ def _bars(kind: str, rank: int, units: Sequence[Record], step: Record) -> list[t
     for unit in units:
         if unit["tokens"]:
             text = (
-                f"{unit['tokens']:,} tokens, {unit['targets']:,} targets, samples {_short(unit['lengths'])}<br>"
+                f"{unit['tokens']:,} tokens, {unit['targets']:,} targets, {_held(unit)}<br>"
                 f"budgets {unit['budgets']}, predicted {unit['predicted_ms']:.0f} ms, "
                 f"measured {unit_ms(unit):.0f} ms"
             )
@@ -72,6 +74,10 @@ def _bars(kind: str, rank: int, units: Sequence[Record], step: Record) -> list[t
 def _backward_start(unit: Record) -> float:
     """Right behind the forward in runs that were recorded without it."""
     return float(unit.get("backward_start_ms", unit["start_ms"] + unit["forward_ms"]))
+
+
+def _held(unit: Record) -> str:
+    return str(chunk_of(unit) or f"samples {_short(unit['lengths'])}")
 
 
 def _short(lengths: Sequence[int]) -> str:
@@ -136,7 +142,7 @@ def predicted_and_measured(records: Sequence[Record], names: Sequence[str]) -> g
             mode="markers",
             name=name,
             marker={"color": colors[name], "size": 6, "opacity": 0.7},
-            hovertext=[f"{name}: samples {_short(u['lengths'])}" for u in units],
+            hovertext=[f"{name}: {_held(u)}" for u in units],
         )
     figure.add_scatter(
         x=[least, most], y=[least, most], mode="lines", name="exact", line={"color": "#444", "dash": "dot", "width": 1}

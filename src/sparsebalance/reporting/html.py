@@ -17,13 +17,14 @@ from sparsebalance.reporting.page import Section, escape, write_page
 Record = dict[str, Any]
 
 GLOSSARY = {
-    "micro-batch": "what one forward call processes: one sample, or several packed one after another",
+    "micro-batch": "what one forward call processes: one sample, several packed, or a chunk of a long one",
     "imbalance": "slowest / mean: over ranks' sums (rank), per slot over ranks (slot), over micro-batches (all)",
     "busy": "share of ranks x step time spent in forwards and backwards; the rest is waiting and the all-reduce",
     "budget": "key blocks that a query may read, its own block included",
     "coverage": "share of a query's softmax mass inside the blocks that it reads, measured on sampled queries",
     "strict": "every sample stays in its own global batch, so the gradient is the same up to rounding",
-    "sab": "sparsity-aware batching: samples placed on ranks by predicted time, then packed",
+    "sab": "sparsity-aware batching: samples placed on ranks by predicted time, then packed or run in chunks",
+    "dense_chunks": "a baseline: the micro-batches of sab, placed as if attention were dense (ChunkFlow)",
     "dst": "dynamic sparsity tuning: budgets moved towards an anchor latency, within a bound on coverage",
 }
 

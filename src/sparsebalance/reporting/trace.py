@@ -11,6 +11,8 @@ from typing import Any
 
 from sparsebalance.reporting.chrome import named, time_slice
 
+DETAILS = ("lengths", "chunk", "tokens", "targets", "budgets", "predicted_ms")  # of a unit; chunk where it is one
+
 
 def write_trace(path: Path, record: dict[str, Any]) -> None:
     """Args:
@@ -34,7 +36,7 @@ def trace_events(record: dict[str, Any]) -> list[dict[str, Any]]:
                 backward_start = unit.get("backward_start_ms", start + forward)  # of older runs, right behind
                 end = max(end, backward_start + backward)
                 if unit["tokens"]:
-                    details = {key: unit[key] for key in ("lengths", "tokens", "targets", "budgets", "predicted_ms")}
+                    details = {key: unit[key] for key in DETAILS if key in unit}
                     events.append(time_slice(f"F{index}", process, rank, start, start + forward, details))
                     events.append(
                         time_slice(f"B{index}", process, rank, backward_start, backward_start + backward, details)

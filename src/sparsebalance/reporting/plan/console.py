@@ -41,21 +41,23 @@ WIDE = 96  # columns from which the whole table fits
 WIDE_ONLY = ("slot", "all", "units")
 
 
-def print_forecast(console: Console, settings: Settings, result: Forecast, advice: Recommendation) -> None:
-    """One row per plan; ours in green, the fastest baseline marked *, the recommended one ->."""
+def print_forecast(console: Console, settings: Settings, result: Forecast, advice: Recommendation | None) -> None:
+    """One row per plan; ours in green, the fastest baseline marked *, the recommended one -> where one can be."""
     columns = [name for name in COLUMNS if console.width >= WIDE or name not in WIDE_ONLY]
     table = Table(title=Text(scenario_title(settings)), box=None, padding=(0, 0, 0, 1), header_style="bold")
     table.add_column("plan", no_wrap=True)
     for name in columns:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for row in result.rows:
-        style = "bold " * (row == advice.row) + ("green" if row.ours else "")
-        table.add_row(Text(marked_name(row, result, advice)), *(COLUMNS[c](row) for c in columns), style=style.strip())
+        chosen = advice is not None and row == advice.row
+        style = "bold " * chosen + ("green" if row.ours else "")
+        name = f"{'-> ' if chosen else ''}{row.name}{' *' if is_best(row, result) else ''}"
+        table.add_row(Text(name), *(COLUMNS[c](row) for c in columns), style=style.strip())
     console.print(table)
     for line in forecast_notes(settings, result):
         console.print(line, highlight=False, markup=False)
-    # One line, however long: it is what people search for and copy.
-    console.print(f"recommended: {advice.row.name}: {advice.reason}", highlight=False, markup=False, soft_wrap=True)
+    if advice is not None:  # on one line, however long: it is what people search for and copy
+        console.print(f"recommended: {advice.row.name}: {advice.reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_choices(console: Console, settings: Settings, choices: Sequence[Choice]) -> None:
@@ -111,13 +113,9 @@ def topology_name(degrees: Mapping[str, int]) -> str:
     return " ".join(f"{name.upper()}{n}" for name, n in degrees.items() if n > 1 or name == "dp")
 
 
-def marked_name(row: Row, result: Forecast, advice: Recommendation) -> str:
-    return f"{'-> ' if row == advice.row else ''}{row.name}{' *' if is_best(row, result) else ''}"
-
-
 def is_best(row: Row, result: Forecast) -> bool:
     """Whether it is the fastest baseline."""
-    return row.policy == result.best_baseline
+    return row.name == result.best_baseline
 
 
 def forecast_notes(settings: Settings, result: Forecast) -> list[str]:

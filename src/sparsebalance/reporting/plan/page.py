@@ -12,6 +12,8 @@ from typing import Any
 
 from sparsebalance.planner.forecast import Forecast, Recommendation
 from sparsebalance.planner.sweep import Choice
+from sparsebalance.planning.accounting import Account
+from sparsebalance.reporting.accounting import account_section
 from sparsebalance.reporting.lengths import length_figure
 from sparsebalance.reporting.page import Section, escape, write_page
 from sparsebalance.reporting.plan import figures
@@ -36,6 +38,7 @@ WORDS = {
     "micro-batch": "what one forward call processes: samples packed one after another, or one chunk of a long sample",
     "random": "samples in shuffled order, one a micro-batch; what 'vs random' compares with",
     "sab": "sparsity-aware batching: samples packed or cut to units of so many tokens, placed by predicted time",
+    "dense_chunks": "a baseline: the units of sab, placed as if attention were dense (ChunkFlow)",
     "dst": "dynamic sparsity tuning: budgets moved towards an anchor latency, which changes what attention reads",
     "zero_bubble": "backwards split in input gradients (I) and weight gradients (W), which fill the pipeline's gaps",
     "rank, slot, all": "imbalance, slowest / mean: over ranks' sums, over ranks in each slot, over micro-batches",
@@ -46,7 +49,7 @@ WORDS = {
     "front": "topologies that no other one beats in both step time and memory",
 }
 FORECAST_WORDS = tuple(word for word in WORDS if word != "front")
-SWEEP_WORDS = ("analytic", "random", "sab", "zero_bubble", "bound", "peak GB", "front")
+SWEEP_WORDS = ("analytic", "random", "sab", "dense_chunks", "zero_bubble", "bound", "peak GB", "front")
 
 _STYLE = """<style>
 p.lead { max-width: 80ch; } tr.chosen td { font-weight: 600; } td.large { color: #b3261e; }
@@ -56,11 +59,12 @@ td.text, th.text { text-align: left; } td.reason { text-align: left; white-space
 
 
 def write_plan_page(
-    path: Path, settings: Settings, result: Forecast, advice: Recommendation, lengths: list[int]
+    path: Path, settings: Settings, result: Forecast, advice: Recommendation, lengths: list[int], samples: Account
 ) -> None:
     """Args:
     settings: as `sparsebalance plan` returns them.
     lengths: tokens of every sample of the data.
+    samples: what becomes of them under the recommended plan.
     """
     step = result.example_step
     drawn = shown_plans(result, advice)
@@ -89,6 +93,7 @@ def write_plan_page(
             f"Of the slowest rank, with the keys and values that chunks share.{_room(settings, advice)}",
             figures.memory_curves(result, advice, settings["capacity_mb"]),
         ),
+        account_section(samples, [f"Under the recommended plan, {advice.row.name}:", *samples.sentences()]),
         (
             "The data",
             f"{len(lengths):,} samples, {sum(lengths):,} tokens, the longest {max(lengths):,}. "

@@ -15,7 +15,7 @@ from sparsebalance.planner.forecast import Forecast, Recommendation
 from sparsebalance.planning.plan import MicroBatch, StepPlan
 from sparsebalance.planning.timeline import Span, Timeline
 from sparsebalance.reporting.figures import BACKWARD, FORWARD
-from sparsebalance.reporting.plan.console import milliseconds
+from sparsebalance.reporting.plan.console import is_best, milliseconds
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 KIND_COLORS = {"F": FORWARD, "B": BACKWARD, "I": "#e45756", "W": "#72b7b2"}
@@ -26,7 +26,7 @@ SHORTEST_TEXT = 0.018  # share of the axis that a bar needs to have its name wri
 
 def shown_plans(result: Forecast, advice: Recommendation) -> list[int]:
     """Numbers of the rows that are drawn: `random`, the fastest baseline, the recommended one; each once."""
-    best = next(i for i, row in enumerate(result.rows) if row.policy == result.best_baseline)
+    best = next(i for i, row in enumerate(result.rows) if is_best(row, result))
     return list(dict.fromkeys((0, best, result.rows.index(advice.row))))
 
 
@@ -36,7 +36,7 @@ def plan_title(result: Forecast, advice: Recommendation, place: int) -> str:
     roles = [
         role
         for role, is_it in (
-            ("fastest baseline", row.policy == result.best_baseline),
+            ("fastest baseline", is_best(row, result)),
             ("recommended", row == advice.row),
         )
         if is_it

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sparsebalance.planning.errors import InputError
+from sparsebalance.reporting.accounting import run_section
 from sparsebalance.reporting.planned.console import print_figures
 from sparsebalance.reporting.planned.page import write_planned
 from sparsebalance.reporting.planned.records import Record, Step, parse_step, read_run
@@ -19,19 +20,22 @@ from sparsebalance.reporting.planned.trace import write_trace
 
 
 def report(run: Path, console: Console, html: Path | None = None) -> Record:
-    """Read RUN/metrics.jsonl; write the page (RUN/report.html, or `html`) and RUN/trace.json; print a table.
+    """Read RUN/metrics.jsonl and, where there is one, RUN/data.json; write the page (RUN/report.html, or `html`) and
+    RUN/trace.json; print a table.
 
     Returns:
         The figures, JSON-compatible: see `sparsebalance.reporting.planned.totals.run_figures`; and under "files" the
         paths that were written.
 
     Raises:
-        InputError: no such run, a comparison instead of a run, a broken line, or no step with planned times.
+        InputError: no such run, a comparison instead of a run, a broken line or data.json, or no step with planned
+            times.
     """
     steps, notes = read_run(run)
+    samples = run_section(run)
     page, trace = html or run / "report.html", run / "trace.json"
     found = run_figures(steps, notes)
-    write_planned(page, f"SparseBalance: planned and actual, {run.resolve().name}", steps, found)
+    write_planned(page, f"SparseBalance: planned and actual, {run.resolve().name}", steps, found, samples)
     write_trace(trace, steps)
     print_figures(console, found)
     console.print(f"report: {page}", highlight=False, soft_wrap=True)

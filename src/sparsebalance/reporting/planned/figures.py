@@ -11,7 +11,16 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sparsebalance.reporting.planned.records import TERMS, Record, Step, Worker, all_workers, signed_error, worker_label
+from sparsebalance.reporting.planned.records import (
+    TERMS,
+    Record,
+    Step,
+    Unit,
+    Worker,
+    all_workers,
+    signed_error,
+    worker_label,
+)
 from sparsebalance.reporting.planned.totals import step_term_error, term_errors, timed_units
 
 PART_COLORS = {
@@ -185,7 +194,7 @@ def predicted_and_measured(steps: Sequence[Step]) -> go.Figure:
                     if number % every == 0:
                         text = (
                             f"step {step.step}, {worker_label(worker.key, stages)}, unit {unit.index}<br>"
-                            f"{unit.tokens:,} tokens in {len(unit.lengths)} samples, {unit.ratio:.2f}x its prediction"
+                            f"{unit.tokens:,} tokens, {unit.chunk or _samples(unit)}, {unit.ratio:.2f}x its prediction"
                         )
                         points[worker.key].append((unit.planned.total_ms, unit.measured.total_ms, text))
     figure = go.Figure()
@@ -218,6 +227,10 @@ def predicted_and_measured(steps: Sequence[Step]) -> go.Figure:
     figure.update_yaxes(title_text="measured, ms", **axis)
     figure.update_layout(height=560)
     return figure
+
+
+def _samples(unit: Unit) -> str:
+    return "1 sample" if len(unit.lengths) == 1 else f"{len(unit.lengths):,} samples"
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

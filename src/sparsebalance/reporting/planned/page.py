@@ -14,13 +14,15 @@ from sparsebalance.reporting.planned.records import Record, Step
 from sparsebalance.reporting.planned.timeline import timeline
 
 WORDS = {
+    "chunk": "part of a long sample that is a micro-batch; chunks run forward in order, then backward last to first",
     "planned": "what the latency table, with the online correction of that moment, predicted before the step ran",
     "error": "(predicted - measured) / measured; below 0 where it took longer than predicted",
     "linear": "matrix products of the layers, and everything else that grows with the tokens alone",
     "router": "choosing which key blocks every query reads",
     "attend": "attention over the chosen blocks",
     "head": "logits and loss of the target tokens",
-    "waiting": "pauses between a rank's micro-batches, and the time before the last rank came to the all-reduce",
+    "waiting": "pauses between forwards and backwards (coverage is probed in them), and the time before the last rank "
+    "came to the all-reduce",
     "all-reduce": "summing gradients over ranks, without the waiting before it",
     "lost": "step time beyond the prediction, or the ranks' mean waiting, whichever is more",
     "correction": "how much slower than the table says each rank and each term has been lately; plans use it",
@@ -36,9 +38,10 @@ td.reason { text-align: left; white-space: normal; min-width: 22rem; } th.reason
 </style>"""
 
 
-def write_planned(path: Path, title: str, steps: Sequence[Step], found: Record) -> None:
+def write_planned(path: Path, title: str, steps: Sequence[Step], found: Record, samples: Section | None = None) -> None:
     """Args:
     found: see `sparsebalance.reporting.planned.totals.run_figures`.
+    samples: what became of the run's samples, where that is known.
     """
     by_time = sorted(steps, key=lambda step: step.step_ms)
     slowest, median = by_time[-1], by_time[(len(by_time) - 1) // 2]
@@ -46,7 +49,7 @@ def write_planned(path: Path, title: str, steps: Sequence[Step], found: Record) 
         (
             f"The slowest step, {slowest.step}: planned above actual",
             "Light bars are the plan, full ones what happened, on the same time axis. F and B are the forward and "
-            "backward of a micro-batch; hover for its samples, budgets and terms.",
+            f"backward of a micro-batch; hover for its samples, budgets and terms.{_chunked(slowest)}",
             timeline(slowest),
         )
     ]
@@ -76,8 +79,15 @@ def write_planned(path: Path, title: str, steps: Sequence[Step], found: Record) 
             + (f" {figures.POINTS:,} evenly chosen ones at most." if found["micro_batches"] > figures.POINTS else ""),
             figures.predicted_and_measured(steps),
         ),
+        *([samples] if samples is not None else []),
     ]
     write_page(path, title, _lead(found), sections, _tail(found))
+
+
+def _chunked(step: Step) -> str:
+    if not any(unit.chunk is not None for worker in step.workers for unit in worker.units):
+        return ""
+    return " Chunks of a long sample run forward one after another, then backward last to first."
 
 
 def headline(found: Record) -> str:

@@ -8,7 +8,7 @@ worker ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebalance.reporting.planned.records import TERMS, Step, Unit, Worker, WorkerStep, worker_label
@@ -117,7 +117,8 @@ def outlier_units(step: Step) -> Reason | None:
         what = f"one unit of {name}" if len(worker.units) > 1 else f"the only unit of {name}"
     else:
         what = f"{len(found)} units took longer than predicted; the worst, of {name},"
-    text = f"{what} ({unit.tokens:,} tokens) took {unit.ratio:.1f}x its prediction{_worst_term(unit)}"
+    chunk = "" if unit.chunk is None else f", a chunk of sample {unit.chunk.sample}"
+    text = f"{what} ({unit.tokens:,} tokens{chunk}) took {unit.ratio:.1f}x its prediction{_worst_term(unit)}"
     return Reason("unit", _saved(step, saved), text)
 
 
@@ -133,12 +134,13 @@ def uneven_plan(step: Step) -> Reason | None:
 
 
 def _uneven(step: Step, top: WorkerStep, mean: float) -> str:
-    largest = max(top.units, key=lambda unit: unit.planned.total_ms)
-    share = largest.planned.total_ms / top.planned_ms
+    largest = max(_alone(top), key=_planned_ms, default=[])
     same_stage = [worker.planned_ms for worker in step.workers if worker.stage == top.stage]
-    if len(largest.lengths) == 1 and largest.planned.total_ms > sum(same_stage) / len(same_stage):
-        time = f"{_names([top.key], step)}'s time"
-        return f"one sample of {largest.tokens:,} tokens is {share:.0%} of {time}: no placement can balance it"
+    if _planned_ms(largest) > sum(same_stage) / len(same_stage):
+        tokens = sum(unit.tokens for unit in largest)
+        cut = f" in {len(largest)} chunks" if len(largest) > 1 else ""
+        share = f"{_planned_ms(largest) / top.planned_ms:.0%} of {_names([top.key], step)}'s time"
+        return f"one sample of {tokens:,} tokens{cut} is {share}: no placement can balance it"
     idle = [worker.key for worker in step.workers if not worker.units]
     if idle:
         return f"{_names(idle, step)} had no work: the plan gave everything to the others"
@@ -147,6 +149,20 @@ def _uneven(step: Step, top: WorkerStep, mean: float) -> str:
     return (
         f"the plan itself was uneven: {_names([top.key], step)} had {top.planned_ms / mean:.2f}x the mean rank's time"
     )
+
+
+def _alone(worker: WorkerStep) -> list[list[Unit]]:
+    """Units of samples that share none: a sample's chunks, which all run on one rank, or its only unit."""
+    samples: dict[tuple[str, int], list[Unit]] = {}
+    for unit in worker.units:
+        if len(unit.lengths) == 1:
+            key = ("unit", unit.index) if unit.chunk is None else ("sample", unit.chunk.sample)
+            samples.setdefault(key, []).append(unit)
+    return list(samples.values())
+
+
+def _planned_ms(units: Sequence[Unit]) -> float:
+    return sum(unit.planned.total_ms for unit in units)
 
 
 def pauses(step: Step) -> Reason | None:

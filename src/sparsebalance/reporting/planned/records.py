@@ -40,8 +40,23 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of a sample of `of` tokens; `recomputed` where its forward runs again in its backward."""
+
+    sample: int
+    start: int
+    end: int
+    of: int
+    recomputed: bool
+
+    def __str__(self) -> str:
+        again = ", recomputed in its backward" if self.recomputed else ""
+        return f"chunk {self.start:,}..{self.end:,} of sample {self.sample} ({self.of:,} tokens){again}"
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
-    """One micro-batch on one worker; `index` is its place in the worker's list."""
+    """One micro-batch on one worker; `index` is its place in the worker's list, `chunk` what it is, if that."""
 
     index: int
     lengths: tuple[int, ...]
@@ -50,6 +65,7 @@ class Unit:
     budgets: tuple[int, ...]
     planned: Times
     measured: Times
+    chunk: Chunk | None = None
 
     @property
     def ratio(self) -> float:
@@ -223,11 +239,27 @@ def _worker(record: Record) -> WorkerStep:
             budgets=tuple(map(int, unit["budgets"])),
             planned=_times(unit["planned"]),
             measured=_times(unit["measured"]),
+            chunk=chunk_of(unit),
         )
         for index, unit in enumerate(record["units"])
         if unit["tokens"]
     )
     return WorkerStep(int(record["rank"]), int(record["stage"]), _ms(record, "all_reduce_ms"), units)
+
+
+def chunk_of(unit: Record) -> Chunk | None:
+    """What part of a sample a recorded unit is; None where it holds whole samples.
+
+    Raises:
+        ValueError: tokens outside of the sample.
+    """
+    if "chunk" not in unit:
+        return None
+    record, tokens = unit["chunk"], int(unit["tokens"])
+    start, of = int(record["start"]), int(record["of"])
+    if not 0 <= start < start + tokens <= of:
+        raise ValueError(f"a chunk holds tokens {start} to {start + tokens} of {of}")
+    return Chunk(int(record["sample"]), start, start + tokens, of, bool(record["recomputed"]))
 
 
 def _times(record: Record) -> Times:

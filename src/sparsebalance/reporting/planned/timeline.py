@@ -144,7 +144,7 @@ def _wait(start_ms: float, took_ms: float, what: str) -> Iterator[Bar]:
 def _hover(unit: Unit) -> str:
     lines = [
         "",
-        f"{unit.tokens:,} tokens, {unit.targets:,} targets, samples {_short(unit.lengths)}",
+        f"{unit.tokens:,} tokens, {unit.targets:,} targets, {unit.chunk or f'samples {_short(unit.lengths)}'}",
         f"budgets {_short(unit.budgets)}",
         f"planned {unit.planned.total_ms:,.1f} ms{_terms(unit.planned)}",
         f"actual {unit.measured.total_ms:,.1f} ms{_terms(unit.measured)}",
