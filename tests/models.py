@@ -9,15 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from transformers import PreTrainedModel
 
 from sparsebalance.planning.plan import Latency, MicroBatch, Sample, Segment
+from sparsebalance.planning.table_file import save_table
 from sparsebalance.planning.work import Granularity
-from sparsebalance.training.config import AttentionConfig, ModelConfig
+from sparsebalance.training.config import AttentionConfig, ModelConfig, RunConfig, load_config
 from sparsebalance.training.data import IGNORE, Example
 from sparsebalance.training.engine import Engine
-from sparsebalance.training.model import build_model
+from sparsebalance.training.model import build_model, decoder_config, identity_of
+from sparsebalance.training.session import read_tokenizer
 from tests.conftest import ROOT
+from tests.unit.test_latency import make_table
 
 VOCABULARY = 97
 TOKENIZER = ROOT / "data" / "tokenizer"
@@ -102,6 +106,11 @@ def chat_rows(count: int = 24, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def document_rows(*words: int) -> list[dict[str, Any]]:
+    """Plain documents of about so many tokens, all of them targets but the first."""
+    return [{"text": "word " * count} for count in words]
+
+
 def tiny_run(folder: Path, **changes: Any) -> dict[str, Any]:
     """A run's YAML record: tiny model, tiny data; `changes` replace whole sections or single fields."""
     data = folder / "chat.jsonl"
@@ -121,3 +130,21 @@ def tiny_run(folder: Path, **changes: Any) -> dict[str, Any]:
     for key, value in changes.items():
         record[key] = {**record[key], **value} if isinstance(value, dict) else value
     return record
+
+
+def tiny_config(folder: Path, **changes: Any) -> RunConfig:
+    """`tiny_run` as a config, with a latency table that is not measured (see `write_table`)."""
+    table = folder / "table.json"
+    balance = {"table": str(table), "correction": False, **changes.pop("balance", {})}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_run(folder, **{**changes, "balance": balance})))
+    config = load_config(path, RunConfig)
+    if not table.exists():
+        write_table(config, table)
+    return config
+
+
+def write_table(config: RunConfig, path: Path) -> None:
+    """A made-up latency table for a run's model; block size 16."""
+    decoder = decoder_config(config.model, len(read_tokenizer(config.data.tokenizer)), config.data.max_length)
+    save_table(make_table(identity=identity_of(decoder, config)), path)

@@ -14,6 +14,7 @@ from sparsebalance.training.parallel import FlatGradients, start, stop
 from tests.models import example, samples, tiny_model, unit
 from tests.unit.test_latency import make_table
 
+CHUNKED = [("sab", 16, None), ("sab", 16, 1), ("sab", 32, 2), ("dense_chunks", 16, 1)]
 EMPTY = MicroBatch((), (3, 3), Latency(0.0, 0.0))
 
 
@@ -47,6 +48,16 @@ def main() -> None:
         policy = named_policy(name, budget=3, token_cap=200)
         plan = plan_step(samples(many), make_table(), Topology(dp=2), policy)
         found[name] = difference(many, [list(rank) for rank in plan.ranks])
+    for name, unit_size, keep in CHUNKED:
+        policy = named_policy(name, budget=3, token_cap=200, unit_size=unit_size, keep_chunks=keep)
+        plan = plan_step(samples(many), make_table(), Topology(dp=2), policy)
+        units = plan.micro_batches
+        found[f"{name} in {unit_size}, {keep} kept"] = difference(many, [list(rank) for rank in plan.ranks])
+        found[f"{name} in {unit_size}, {keep} kept: plan"] = [
+            sum(not segment.is_whole for unit in units for segment in unit.segments),
+            sum(unit.recompute for unit in units),
+            sum(len(unit.segments) > 1 for unit in units),
+        ]
     digests = [
         plan_step(samples(many), make_table(), Topology(dp=2), named_policy(name, budget=3, token_cap=200)).digest()
         for name in (*BASELINES, *OURS)

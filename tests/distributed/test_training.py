@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from sparsebalance.training.parallel import Ranks
+from sparsebalance.training.trainer import train
 from tests.conftest import ROOT
-from tests.models import tiny_run
+from tests.distributed.training_worker import CHUNKED, EPOCHS, LENGTHS, SHORT_TAIL, config
+from tests.models import document_rows, tiny_run, write_rows
 
 pytestmark = pytest.mark.distributed
 
@@ -141,3 +145,123 @@ def ranks_of(launcher: int) -> list[int]:
         except (OSError, IndexError):
             continue  # ended in between
     return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What training_worker.py did on two ranks: the folder of its runs, and what it says itself."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_rows(folder / "chat.jsonl", document_rows(*LENGTHS))
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launched, "-m", "tests.distributed.training_worker", str(folder)],
+        cwd=ROOT, env={**environment(), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def units_of(line: dict[str, Any]) -> list[dict[str, Any]]:
+    return [unit for worker in line["workers"] for unit in worker["units"]]
+
+
+def batch_of(line: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Lengths of a step's whole samples, and (id, length) of those in chunks."""
+    units = units_of(line)
+    whole = [(length,) for unit in units if "chunk" not in unit for length in unit["lengths"]]
+    return sorted(whole) + sorted({(u["chunk"]["sample"], u["chunk"]["of"]) for u in units if "chunk" in u})
+
+
+def data_of(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "data.json").read_text())
+    return record
+
+
+@pytest.mark.parametrize(("straight", "resumed"), [("straight", "resumed"), ("window", "window_resumed")])
+def test_a_run_in_chunks_resumes_exactly(straight: str, resumed: str, runs: tuple[Path, dict[str, Any]]) -> None:
+    """From step 3, after it was stopped in step 5; under a window of 2 steps that is inside of one."""
+    folder, _ = runs
+    expected, found = (metrics(folder / name) for name in (straight, resumed))
+    assert [untimed(line) for line in found] == [untimed(line) for line in expected]
+    assert [line["step"] for line in found] == list(range(6))
+    chunks = [unit["chunk"] for line in found for unit in units_of(line) if "chunk" in unit]
+    assert {chunk["recomputed"] for chunk in chunks} == {True, False}
+    assert max(unit["tokens"] for line in found for unit in units_of(line)) <= 64
+    assert {line["mean_budget"] for line in found} != {3.0}  # tuning was at work
+    a, b = (folder / name / "checkpoint-6" / "model.safetensors" for name in (straight, resumed))
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_run_goes_on_on_half_of_its_ranks(runs: tuple[Path, dict[str, Any]]) -> None:
+    """In the middle of the second epoch: the same global batches, and the losses that two ranks would have had."""
+    folder, _ = runs
+    shutil.copytree(folder / "two_ranks", folder / "one_rank", ignore=shutil.ignore_patterns("checkpoint-8"))
+    balance = {**CHUNKED, "policy": "sab"}
+    trained = train(config(folder, "one_rank", balance=balance, parallel={"dp": 1}, **EPOCHS), Ranks(0, 1), resume=True)
+    assert [record.step for record in trained.records] == [6, 7]
+    two, one = metrics(folder / "two_ranks"), metrics(folder / "one_rank")
+    assert [len(line["workers"]) for line in one] == [2] * 6 + [1] * 2
+    assert [batch_of(line) for line in one] == [batch_of(line) for line in two]
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in one] == pytest.approx([line[name] for line in two], rel=1e-5)
+    # Of its own two steps; what was seen is that of the whole run.
+    assert data_of(folder / "one_rank")["account"]["steps"] == 2
+    assert data_of(folder / "one_rank")["seen"] == data_of(folder / "two_ranks")["seen"]
+
+
+def test_a_last_batch_with_fewer_samples_than_ranks(runs: tuple[Path, dict[str, Any]]) -> None:
+    """7 samples in batches of 6: in every second step one rank has nothing to do, and the loss is that of one rank."""
+    folder, _ = runs
+    lines = metrics(folder / "tail")
+    assert [len(batch_of(line)) for line in lines] == [6, 1, 6, 1]
+    for line in lines[1::2]:
+        assert sorted(any(unit["lengths"] for unit in worker["units"]) for worker in line["workers"]) == [False, True]
+    changes = {"data": SHORT_TAIL, "balance": {**CHUNKED, "policy": "sab"}, "parallel": {"dp": 1}, "steps": 4}
+    alone = train(config(folder, "tail_alone", **changes), Ranks(0, 1)).records
+    assert [line["loss"] for line in lines] == pytest.approx([record.loss for record in alone], rel=1e-5)
+    account = data_of(folder / "tail")["account"]
+    assert (account["rows_read"], account["dropped"], account["samples"], account["repeats"]) == (9, 2, 7, 7)
+    assert account["dropped_tokens"] == 2 * 252
+    assert account["empty"] == 2
+
+
+def test_two_epochs_are_accounted_for(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = runs
+    record, lines = data_of(folder / "two_ranks"), metrics(folder / "two_ranks")
+    account, seen = record["account"], record["seen"]
+    assert (account["samples"], account["repeats"], account["not_used"], account["steps"]) == (24, 24, 0, 8)
+    assert seen["tokens"] == sum(line["tokens"] for line in lines) == account["tokens"] + account["repeated_tokens"]
+    assert seen["targets"] == sum(line["targets"] for line in lines)
+    assert (seen["samples"], seen["unique_samples"], seen["epochs"]) == (48, 24, 2.0)
+    assert seen["tokens"] == 2 * seen["unique_tokens"]
+    chunks = [unit for line in lines for unit in units_of(line) if "chunk" in unit]
+    assert account["chunks"] == len(chunks)
+    assert account["cut"]["tokens"] == sum(unit["tokens"] for unit in chunks)
+    assert account["capacity"] == 64
+
+
+@pytest.mark.parametrize("name", ["window", "window_resumed"])
+def test_a_window_moves_samples_by_less_than_itself(name: str, runs: tuple[Path, dict[str, Any]]) -> None:
+    batches = data_of(runs[0] / name)["batches"]
+    assert batches["name"] == "window"
+    assert 0 < batches["moved"] < 1
+    assert batches["max_displacement"] == 1
+    assert data_of(runs[0] / "straight")["batches"]["moved"] == 0
+
+
+def test_plans_on_file_are_reused_and_refused_for_another_seed(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = runs
+    first, again = found["reused losses"]
+    assert first == again
+    assert [untimed(line) for line in metrics(folder / "planned")] == [
+        untimed(line) for line in metrics(folder / "reused")
+    ]
+    for message in found["refused"]:
+        assert "plans that were made for something else: seed (was 0, is 3); delete it or name another" in message
+    assert not list((folder / "refused").glob("checkpoint-*"))
+
+
+def test_other_batches_than_the_checkpoints_are_refused(runs: tuple[Path, dict[str, Any]]) -> None:
+    for message in runs[1]["other batches"]:
+        assert "the checkpoint was written for other batches: seed (was 0, is 3); go on with the same" in message

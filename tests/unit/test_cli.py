@@ -11,7 +11,7 @@ import yaml
 
 from sparsebalance.cli import main
 from sparsebalance.planning.table_file import load_table
-from tests.models import TOKENIZER, chat_rows, tiny_run, write_rows
+from tests.models import TOKENIZER, chat_rows, document_rows, tiny_run, write_rows
 
 
 def config(folder: Path, **changes: Any) -> str:
@@ -42,8 +42,10 @@ def test_train_writes_metrics_and_checkpoints_and_the_loss_falls(
     assert result["steps"] == 12
     assert result["loss"] == lines[-1]["loss"]
     assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoint-10", "checkpoint-12", "latency_table.json", "metrics.jsonl", "trace.json",
+        "checkpoint-10", "checkpoint-12", "data.json", "latency_table.json", "metrics.jsonl", "trace.json",
     ]  # fmt: skip
+    assert result["data"] == json.loads((run / "data.json").read_text())
+    assert result["data"]["seen"]["epochs"] == 3.0
     assert lines[-1]["coverage"] is not None
 
     # Trained to the end: resuming has nothing to do, starting over is refused.
@@ -56,6 +58,45 @@ def test_options_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = ["train", "--config", config(tmp_path), "--steps", "1", "--data.batch-size", "3", "--json"]
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1
+
+
+def test_a_unit_size_is_chosen_or_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest sample is over the cap, so it must run in chunks; how large they are is said."""
+    write_rows(tmp_path / "chat.jsonl", document_rows(20, 200, 30, 40, 10, 50))
+    path = config(tmp_path, steps=1, balance={"token_cap": 150}, out=str(tmp_path / "auto"))
+    assert main(["train", "--config", path]) == 0
+    printed = capsys.readouterr().out
+    assert "micro-batches of up to 144 tokens: predicted fastest for the first steps" in " ".join(printed.split())
+    (line,) = (tmp_path / "auto" / "metrics.jsonl").read_text().splitlines()
+    units = json.loads(line)["workers"][0]["units"]
+    assert [unit["chunk"] for unit in units if "chunk" in unit] == [
+        {"sample": 1, "start": 0, "of": 202, "recomputed": False},
+        {"sample": 1, "start": 112, "of": 202, "recomputed": False},
+    ]
+    table = ["--balance.table", str(tmp_path / "auto" / "latency_table.json")]
+    given = [*table, "--out", str(tmp_path / "given"), "--balance.unit-size", "64", "--balance.keep-chunks", "1"]
+    assert main(["train", "--config", path, *given]) == 0
+    assert "predicted fastest" not in capsys.readouterr().out
+    (line,) = (tmp_path / "given" / "metrics.jsonl").read_text().splitlines()
+    chunks = [unit["chunk"] for unit in json.loads(line)["workers"][0]["units"] if "chunk" in unit]
+    assert [chunk["recomputed"] for chunk in chunks] == [True, True, True, False]
+    wrong = ["train", "--config", path, *table, "--out", str(tmp_path / "wrong"), "--balance.unit-size"]
+    assert "sample 1 has 202 tokens, over the cap of 150 tokens" in failure([*wrong, "whole"], capsys)
+    assert "unit size 100 is no multiple of the block size 16" in failure([*wrong, "100"], capsys)
+
+
+def test_a_given_unit_size_counts_when_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is chosen stays as it was chosen; what is given may be given anew."""
+    changes = {"balance": {"correction": False, "unit_size": 64}, "attention": {"probe_every": 0}}
+    assert main(["train", "--config", config(tmp_path, steps=1, **changes)]) == 0
+    path = config(tmp_path, steps=2, **changes)
+    assert main(["train", "--config", path, "--resume", "--balance.unit-size", "32"]) == 0
+    assert main(["train", "--config", path, "--resume", "--steps", "3", "--balance.unit-size", "auto"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    most = [max(unit["tokens"] for worker in line["workers"] for unit in worker["units"]) for line in lines]
+    assert most[0] > 32
+    assert max(most[1:]) <= 32
+    capsys.readouterr()
 
 
 def test_samples_that_train_nothing_are_reported_before_training(
@@ -217,10 +258,12 @@ def test_bad_configs_are_found_before_anything_is_written(
 def test_more_ranks_than_samples_are_refused_before_a_process_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of a batch, that is; a short tail leaves ranks without a sample, which they say."""
     write_rows(tmp_path / "chat.jsonl", chat_rows(3))
     path = Path(config(tmp_path, data={"batch_size": 8}))
     arguments = ["train", "--config", str(path), "--parallel.dp", "8"]
-    assert "the data has 3 samples for 8 ranks; use at most 3 ranks" in failure(arguments, capsys)
+    message = failure(arguments, capsys)
+    assert 'fewer than one batch of 8; lower data.batch_size or set data.tail to "keep"' in message
     arguments = ["train", "--config", str(path), "--parallel.dp", "9"]
     assert "data.batch_size is 8, but parallel.dp has 9 ranks" in failure(arguments, capsys)
 

@@ -1,76 +1,33 @@
-"""The trainer's parts without processes: batches, plan-ahead, schedule, optimiser, metrics, checkpoints."""
+"""The trainer's parts without processes: schedule, optimiser, metrics, checkpoints, feedback, unit sizes."""
 
 from __future__ import annotations
 
 import json
 import random
-import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sparsebalance.planning.coverage import CoverageCurves
+from sparsebalance.planning.correction import Correction
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.plan import StepPlan, Topology
+from sparsebalance.planning.plan import Sample, Topology
+from sparsebalance.planning.policy import named_policy, plan_step
 from sparsebalance.training import checkpoint
-from sparsebalance.training.config import OptimizerConfig, ParallelConfig
+from sparsebalance.training.config import BalanceConfig, OptimizerConfig, ParallelConfig, RunConfig
+from sparsebalance.training.feedback import Feedback, Learner
+from sparsebalance.training.memory import sample_memory
 from sparsebalance.training.metrics import MetricsFile
 from sparsebalance.training.parallel import FlatGradients, Ranks, start
-from sparsebalance.training.sampler import GlobalBatches, PlanAhead
+from sparsebalance.training.session import possible_unit_sizes
 from sparsebalance.training.trainer import learning_rate, make_optimizer, update
 from tests.conftest import samples_of
 from tests.models import engine, example, tiny_model, unit
+from tests.unit.test_latency import IDENTITY, make_table
 
 ALONE = Ranks(0, 1)
-
-
-def test_an_epoch_uses_every_sample_once_and_the_next_one_in_another_order() -> None:
-    batches = GlobalBatches(tuple(samples_of(*range(1, 13))), 4, seed=1)
-    epochs = [[s.id for step in range(3 * e, 3 * e + 3) for s in batches.at(step)] for e in (0, 1)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
-    assert epochs[0] != epochs[1]
-    assert batches.at(4) == GlobalBatches(tuple(samples_of(*range(1, 13))), 4, seed=1).at(4)
-    assert batches.at(0) != GlobalBatches(tuple(samples_of(*range(1, 13))), 4, seed=2).at(0)
-
-
-def test_the_tail_is_kept_or_dropped_as_asked() -> None:
-    samples = tuple(samples_of(*range(1, 11)))
-    assert GlobalBatches(samples, 4, 0).batches_per_epoch == 2
-    kept = GlobalBatches(samples, 4, 0, tail="keep")
-    assert [len(kept.at(step)) for step in range(4)] == [4, 4, 2, 4]
-
-
-def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(InputError, match="3 samples for 4 ranks; use at most 3 ranks"):
-        GlobalBatches(tuple(samples_of(1, 2, 3)), 3, 0, ranks=4)
-    with pytest.raises(InputError, match="fewer than one batch of 8"):
-        GlobalBatches(tuple(samples_of(1, 2, 3)), 8, 0)
-
-
-def test_plans_are_made_in_the_background_and_errors_arrive() -> None:
-    names = []
-
-    def plan(step: int, curves: CoverageCurves) -> StepPlan:
-        names.append(threading.current_thread().name)
-        if step == 2:
-            raise InputError("no plan for step 2")
-        return StepPlan(f"step {step}", Topology(), 4, (), 0.0)
-
-    planner = PlanAhead(plan)
-    curves = CoverageCurves(4, {})
-    planner.prepare(1, curves)
-    made, milliseconds = planner.take(1)
-    assert made.policy == "step 1"
-    assert milliseconds >= 0
-    assert names[0].startswith("plan")
-    planner.prepare(2, curves)
-    with pytest.raises(InputError, match="no plan for step 2"):
-        planner.take(2)
-    with pytest.raises(RuntimeError, match="no plan was prepared for step 9"):
-        planner.take(9)
-    planner.close()
 
 
 def test_warm_up_then_cosine_to_the_floor() -> None:
@@ -180,12 +137,27 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatc
     assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-1"
 
 
+def test_another_number_of_ranks_goes_on_without_the_random_state(tmp_path: Path) -> None:
+    """The first of two ranks reads what one rank wrote; its own random state, of another process, stays."""
+    model = tiny_model("float32")
+    path = checkpoint.save(tmp_path, ALONE, 7, model, make_optimizer(model, OptimizerConfig()), {}, keep_last=1)
+    other = tiny_model("float32")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    before = torch.rand(3).sum(), torch.get_rng_state()
+    assert checkpoint.load(path, Ranks(0, 2), other, make_optimizer(other, OptimizerConfig()))["step"] == 7
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert checkpoint.load(path, ALONE, other, make_optimizer(other, OptimizerConfig()))["step"] == 7
+    assert not torch.equal(torch.get_rng_state(), before[1])
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     model = tiny_model("float32")
     optimizer = make_optimizer(model, OptimizerConfig())
     path = checkpoint.save(tmp_path, ALONE, 1, model, optimizer, {}, keep_last=1)
-    with pytest.raises(InputError, match=r"written by 1 ranks, but 2 are running; set parallel.dp to 1"):
-        checkpoint.load(path, Ranks(0, 2), model, optimizer)
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     other = AutoModelForCausalLM.from_config(
@@ -193,6 +165,57 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match="does not fit the configured model"):
         checkpoint.load(path, ALONE, other, make_optimizer(other, OptimizerConfig()))
+
+
+def test_feedback_goes_on_with_another_number_of_ranks() -> None:
+    """What was learned of terms, coverage and budgets stays; factors of ranks that are gone are not."""
+    model = make_table()
+    learner = Learner(model, Correction((0.5, 2.0)), correcting=True)
+    plan = plan_step(samples_of(64, 100), model, Topology(dp=2), named_policy("sab_dst", budget=3, token_cap=200))
+    learner.learn_budgets(plan)
+    known = learner.feedback()
+    again = Feedback.from_state_dict(json.loads(json.dumps(known.state_dict())))
+    assert again.correction.ranks == (0.5, 2.0)
+    for count in (1, 3):
+        other = again.on_ranks(count)
+        assert len(other.correction.ranks) == count
+        assert np.prod(other.correction.ranks) == pytest.approx(1.0)
+        assert other.correction.terms == known.correction.terms
+        assert other.expected("sab_dst", samples_of(64, 100)) == known.expected("sab_dst", samples_of(64, 100)) != {}
+        fresh = Learner(model, Correction((1.0,) * count), correcting=True)
+        fresh.load_state_dict(json.loads(json.dumps(learner.state_dict())))
+        assert len(fresh.feedback().correction.ranks) == count
+        assert fresh.feedback().expected("sab_dst", samples_of(64, 100)) != {}
+    assert again.on_ranks(2) == again
+
+
+def sizes(policy: str, samples: list[Sample], limit_mb: float | None = None, **balance: Any) -> list[int | None]:
+    return possible_unit_sizes(RunConfig(balance=BalanceConfig(**balance)), IDENTITY, samples, policy, limit_mb)
+
+
+def test_unit_sizes_are_as_configured_and_for_policies_that_cut() -> None:
+    samples = samples_of(20, 5000)
+    assert sizes("sab", samples) == [1024, 2048, 4096, None]
+    assert sizes("sab_dst", samples, unit_size=512) == [512]
+    assert sizes("dense_chunks", samples, unit_size="whole") == [None]
+    for policy in ("random", "kk_tokens_packed", "dst"):
+        assert sizes(policy, samples, unit_size=512) == [None]
+    assert sizes("sab", samples, token_cap=2048) == [1024, 2048]
+
+
+def test_samples_over_the_cap_need_a_policy_that_cuts() -> None:
+    for policy, size in (("random", "auto"), ("dst", 512), ("sab", "whole")):
+        with pytest.raises(InputError, match=r"sample 1 has 5000 tokens, over the cap of 2048"):
+            sizes(policy, samples_of(20, 5000), token_cap=2048, unit_size=size)
+
+
+def test_unit_sizes_that_do_not_fit_in_memory_are_left_out() -> None:
+    samples = samples_of(20, 5000)
+    config = RunConfig(balance=BalanceConfig(keep_chunks=1))
+    need = {size: sample_memory(config, IDENTITY, samples[1], size).total for size in (1024, 2048, 4096, None)}
+    assert sizes("sab", samples, need[2048], keep_chunks=1) == [1024, 2048]
+    with pytest.raises(InputError, match=r"sample 1 with 5,000 tokens needs"):
+        sizes("random", samples, need[2048], keep_chunks=1)
 
 
 def test_processes_and_config_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:

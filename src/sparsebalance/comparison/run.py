@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sparsebalance.planning.correction import Correction
-from sparsebalance.planning.coverage import CoverageCurves, at_budgets, plan_coverage
+from sparsebalance.planning.coverage import at_budgets, plan_coverage
 from sparsebalance.planning.imbalance import imbalance
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.pipeline import PipelineModel
@@ -30,8 +30,8 @@ from sparsebalance.profiling.memory import PeakMemory
 from sparsebalance.training.config import CompareConfig
 from sparsebalance.training.engine import Probes, RankResult, UnitTime, merged
 from sparsebalance.training.feedback import Feedback, Learner
-from sparsebalance.training.records import worker_records
-from sparsebalance.training.session import Session, configured_policy
+from sparsebalance.training.records import chunk_record, worker_records
+from sparsebalance.training.session import Session
 from sparsebalance.training.trainer import learning_rate, make_optimizer, update
 
 OnPolicy = Callable[[int, str], None]
@@ -66,9 +66,9 @@ def run_comparison(
         begin: `time.perf_counter()` from which the configured time limit counts.
         on_policy: called before a policy runs in a step, e.g. for a progress bar.
     """
-    policies = [configured_policy(config, name) for name in config.policies]
     optimizer = make_optimizer(session.engine.model, config.optimizer)
     learner = Learner(table, Correction(rank_factors), config.balance.correction)
+    policies = [session.policy(name, learner.corrected(learner.feedback())) for name in config.policies]
     pipeline = session.pipeline(table)
     records: list[dict[str, Any]] = []
     followed: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ def run_comparison(
         samples = session.batches.at(step)
         known = learner.feedback()
         model = learner.corrected(known)
-        plans = [_plan(session, policy, model, samples, known.curves, pipeline) for policy in policies]
+        plans = [_plan(session, policy, model, samples, known, pipeline) for policy in policies]
         # Untimed: measures coverage for everyone, and brings the step's data and code into the caches.
         probes = _probe(session, plans[0][0])
         measured: dict[str, PolicyStep] = {}
@@ -100,6 +100,9 @@ def run_comparison(
         update(optimizer, rate)
         learner.learn_coverage(plans[0][0], probes)
         learner.learn_times(_by_rank(measured.values()))
+        for policy in policies:
+            if policy.tuned:
+                learner.learn_budgets(measured[policy.name].plan)
         records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes))
         followed.append(_planned_record(records[-1], measured[policies[-1].name], known, model))
         longest_s = max(longest_s, time.perf_counter() - step_begin)
@@ -111,11 +114,12 @@ def _plan(
     policy: Policy,
     model: LatencyModel,
     samples: list[Sample],
-    curves: CoverageCurves,
+    known: Feedback,
     pipeline: PipelineModel,
 ) -> tuple[StepPlan, float]:
     begin = time.perf_counter()
-    plan = plan_step(samples, model, session.topology, policy, curves, pipeline)
+    expected = known.expected(policy.name, samples)
+    plan = plan_step(samples, model, session.topology, policy, known.curves, pipeline, expected)
     planning_ms = (time.perf_counter() - begin) * 1e3
     plan.validate(samples, policy.token_cap)
     session.check_same_plan(plan)
@@ -209,8 +213,10 @@ def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
                     "tokens": unit.tokens,
                     "targets": unit.targets,
                     "budgets": list(unit.budgets),
+                    **chunk_record(unit),
                     "predicted_ms": unit.latency.total_ms,
                     "start_ms": time_.start_ms,
+                    "backward_start_ms": time_.backward_start_ms,
                     "forward_ms": time_.forward_ms,
                     "backward_ms": time_.backward_ms,
                 }

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from sparsebalance.reporting.accounting import print_account
 from sparsebalance.reporting.lengths import length_statistics, print_lengths, write_lengths_page
 from sparsebalance.reporting.planned.command import write_run_trace
 from sparsebalance.reporting.progress import follow, progress_bars
@@ -44,10 +45,11 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
             if ranks.is_first:
                 console.print(f"note: {note}")
 
-        records = train(config, ranks, resume, on_step, announce, on_measure)
+        trained = train(config, ranks, resume, on_step, announce, on_measure)
+    records, books = trained.records, trained.books
     if not ranks.is_first:
         return None
-    if not records:
+    if not records or books is None:
         console.print(f"nothing to do: {config.out} is at step {config.steps}")
         return {"steps": 0, "out": str(config.out)}
     trace = write_run_trace(config.out)
@@ -59,7 +61,11 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
         "imbalance_rank": float(np.mean([record.imbalance_rank for record in records])),
         "planning_share": sum(r.planning_ms for r in records) / sum(r.step_ms for r in records),
         "out": str(config.out),
+        "data": books.record(),
     }
+    print_account(console, books.account)
+    for sentence in books.sentences()[len(books.account.sentences()) :]:
+        console.print(sentence, highlight=False, markup=False)
     console.print(
         f"{len(records)} steps, loss {last.loss:.4f}, median {result['step_ms']:.0f} ms a step, "
         f"slowest rank / mean {result['imbalance_rank']:.3f}; checkpoint and metrics in {config.out}"

@@ -11,7 +11,9 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from sparsebalance.planning.budgets import AnchorKind
+from sparsebalance.planning.composition import Tail
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.units import check_unit_size
 from sparsebalance.planning.work import Granularity
 
 _STRICT = ConfigDict(extra="forbid")
@@ -56,7 +58,10 @@ class DataConfig:
         on_long: what happens to longer ones.
         limit: read only the first so many rows.
         batch_size: samples of a global batch (one optimiser step).
-        tail: whether an epoch's last, smaller batch is trained on ("keep") or not ("drop").
+        target_tokens: target tokens of a global batch, in place of a number of samples: consecutive samples, until
+            their sum comes nearest to it.
+        tail: what becomes of samples that do not fill an epoch's last batch: not trained on ("drop"), a smaller
+            batch ("keep"), or filled up with samples from the start of the epoch ("fill").
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -66,7 +71,8 @@ class DataConfig:
     on_long: Literal["error", "truncate", "drop"] = "error"
     limit: int | None = None
     batch_size: int = 16
-    tail: Literal["keep", "drop"] = "drop"
+    target_tokens: int | None = None
+    tail: Tail = "drop"
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,17 @@ class BalanceConfig:
 
     Attributes:
         policy: `sab_dst` (recommended), `sab`, `dst`, or a baseline's name.
-        token_cap: most tokens of a micro-batch; a sample may not be longer.
+        token_cap: most tokens of a micro-batch; a longer sample has to run in chunks.
+        unit_size: tokens of a micro-batch of `sab`, `sab_dst` and `dense_chunks`: longer samples run in chunks,
+            shorter ones are packed; "whole" never cuts; "auto" takes what is predicted fastest for the first steps.
+        keep_chunks: chunks of a sample whose activations are kept at once; earlier ones run forward twice, and
+            memory follows the unit size instead of the longest sample. Unset, all are kept.
+        mode: "strict": every sample stays in its own global batch; "window": samples may move between the steps of
+            a look-ahead window, so that a few very long ones come together; "group_by_length": batches of like
+            lengths, as transformers makes them, to compare with.
+        window: steps of the look-ahead window.
+        window_ranks: data-parallel ranks that a window's steps are made for; parallel.dp where unset. A run that
+            goes on with another number of ranks keeps the first one's.
         anchor: latency that dynamic sparsity tuning moves micro-batches towards, of those of the step.
         threshold: most that tuning may change a micro-batch's coverage.
         min_budget: fewest blocks that tuning may give.
@@ -105,11 +121,18 @@ class BalanceConfig:
             given less work; plans then depend on measured times. Off, a run can be repeated bit by bit.
         table: a latency table from `sparsebalance profile`; without one, the run measures first.
         measure_s: seconds that this measuring may take; a coarse table is always finished.
+        plans: file of plans: made and written by the first run, read by later ones with the same data and settings.
+            Needs plans that nothing measured can change: a table, correction off, and probe_every 0.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     policy: str = "sab_dst"
     token_cap: int = 32768
+    unit_size: int | Literal["auto", "whole"] = "auto"
+    keep_chunks: int | None = None
+    mode: Literal["strict", "window", "group_by_length"] = "strict"
+    window: int = 16
+    window_ranks: int | None = None
     anchor: AnchorKind = "mean"
     threshold: float = 0.1
     min_budget: int = 1
@@ -117,6 +140,7 @@ class BalanceConfig:
     correction: bool = True
     table: Path | None = None
     measure_s: float = 45.0
+    plans: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +284,7 @@ def check_config(config: RunConfig) -> None:
         "attention.probe_every": (config.attention.probe_every, 0),
         "attention.probe_rows": (config.attention.probe_rows, 1),
         "balance.token_cap": (config.balance.token_cap, 1),
+        "balance.window": (config.balance.window, 1),
         "parallel.dp": (config.parallel.dp, 1),
         "parallel.threads": (config.parallel.threads, 1),
         "parallel.timeout_s": (config.parallel.timeout_s, 1),
@@ -268,6 +293,14 @@ def check_config(config: RunConfig) -> None:
     for name, (value, limit) in at_least.items():
         if value < limit:
             raise InputError(f"{name} is {value}, but it must be at least {limit}")
+    optional = {
+        "data.target_tokens": config.data.target_tokens,
+        "balance.keep_chunks": config.balance.keep_chunks,
+        "balance.window_ranks": config.balance.window_ranks,
+    }
+    for name, wished in optional.items():
+        if wished is not None and wished < 1:
+            raise InputError(f"{name} is {wished}, but it must be at least 1, or unset")
     if config.parallel.memory_gb is not None and not config.parallel.memory_gb > 0:
         raise InputError(f"parallel.memory_gb is {config.parallel.memory_gb}, but it must be above 0")
     if config.model.hidden % config.model.heads or config.model.heads % config.model.kv_heads:
@@ -275,15 +308,30 @@ def check_config(config: RunConfig) -> None:
             f"model: hidden {config.model.hidden} must be a multiple of heads {config.model.heads}, and heads "
             f"a multiple of kv_heads {config.model.kv_heads}"
         )
-    if config.data.batch_size < config.parallel.dp:
+    if config.data.batch_size < config.parallel.dp and config.data.target_tokens is None:
         raise InputError(
             f"data.batch_size is {config.data.batch_size}, but parallel.dp has {config.parallel.dp} ranks; "
             "every rank needs at least one sample a step: raise batch_size or lower dp"
         )
-    if config.data.max_length > config.balance.token_cap:
+    _check_balance(config)
+
+
+def _check_balance(config: RunConfig) -> None:
+    """Raises:
+    InputError: settings that do not go together.
+    """
+    balance = config.balance
+    if isinstance(balance.unit_size, int):
+        check_unit_size(balance.unit_size, config.attention.block_size, balance.token_cap)
+    if config.data.target_tokens is not None and balance.mode != "strict":
         raise InputError(
-            f"data.max_length {config.data.max_length} is over balance.token_cap {config.balance.token_cap}; "
-            "a sample must fit in one micro-batch: raise token_cap or lower max_length"
+            f'balance.mode is "{balance.mode}", which moves samples between batches of equal number, but '
+            f'data.target_tokens {config.data.target_tokens} makes batches of unequal number; set mode to "strict"'
+        )
+    if balance.plans is not None and (balance.correction or balance.table is None or config.attention.probe_every):
+        raise InputError(
+            f"balance.plans {balance.plans} needs plans that nothing measured can change; set balance.correction to "
+            "false, balance.table to a latency table, and attention.probe_every to 0"
         )
 
 

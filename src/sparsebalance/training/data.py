@@ -51,13 +51,16 @@ class DataReport:
 
     Attributes:
         rows: read. truncated, dropped: for being over the length limit.
+        truncated_tokens, dropped_tokens: tokens lost that way.
         without_targets: samples with no target token, or none left after truncation; they train nothing.
         control_tokens: samples whose own text contains a control token of the tokenizer.
     """
 
     rows: int = 0
     truncated: int = 0
+    truncated_tokens: int = 0
     dropped: int = 0
+    dropped_tokens: int = 0
     without_targets: int = 0
     control_tokens: int = 0
 
@@ -131,9 +134,11 @@ def load_examples(
                     "raise it, or set data.on_long to truncate or drop"
                 )
             if on_long == "drop":
-                report = replace(report, dropped=report.dropped + 1)
+                tokens = report.dropped_tokens + len(example.input_ids)
+                report = replace(report, dropped=report.dropped + 1, dropped_tokens=tokens)
                 continue
-            report = replace(report, truncated=report.truncated + 1)
+            tokens = report.truncated_tokens + len(example.input_ids) - max_length
+            report = replace(report, truncated=report.truncated + 1, truncated_tokens=tokens)
             example = _truncate(example, max_length)
         if example.target_count == 0:
             report = replace(report, without_targets=report.without_targets + 1)

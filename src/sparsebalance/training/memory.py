@@ -5,6 +5,7 @@ In: a run's config and data. Out: nothing, or one error that names the micro-bat
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def unit_memory(config: RunConfig, identity: Identity, tokens: int, targets: int
     return memory_model(config, identity).single_unit(tokens, targets, stage)
 
 
+def sample_memory(config: RunConfig, identity: Identity, sample: Sample, unit_size: int | None) -> MemoryParts:
+    """Peak megabytes of a rank that runs a sample, in chunks where it is longer than the unit size."""
+    if unit_size is None:
+        return unit_memory(config, identity, sample.length, sample.targets)
+    stage, keep = StageLayers(identity.decoder.layers), config.balance.keep_chunks
+    return memory_model(config, identity).chunked_sample(sample.length, sample.targets, stage, unit_size, keep)
+
+
 def available_mb(config: RunConfig) -> float | None:
     """Memory for each rank: as configured, or what this host has free, shared out; None where it does not tell."""
     if config.parallel.memory_gb is not None:
@@ -48,30 +57,77 @@ def available_mb(config: RunConfig) -> float | None:
     return None if free is None else int(free.split()[1]) * 1024 / 1e6 / config.parallel.dp
 
 
-def check_memory(config: RunConfig, identity: Identity, samples: Sequence[Sample]) -> None:
-    """Samples are never cut, so each makes at least a micro-batch of its own.
+def longest_whole(config: RunConfig, identity: Identity, tokens: int, limit_mb: float | None) -> int:
+    """The most tokens, up to `tokens`, that one micro-batch may hold by the cap and the memory; never so few that
+    nothing could be measured (two blocks)."""
+    most = min(tokens, config.balance.token_cap)
+    if limit_mb is not None:
+        sizes = range(1, most + 1)
+        most = bisect_right(sizes, limit_mb, key=lambda size: unit_memory(config, identity, size, size).total)
+    return max(most, min(tokens, 2 * identity.block_size))
+
+
+def fitting_sizes(
+    config: RunConfig,
+    identity: Identity,
+    samples: Sequence[Sample],
+    sizes: Sequence[int | None],
+    limit_mb: float | None,
+) -> list[int | None]:
+    """Those unit sizes under which every sample fits in a rank's memory.
+
+    Args:
+        sizes: that the policy may use, None for whole samples.
+        limit_mb: memory of a rank before anything is allocated; None where it is not known.
 
     Raises:
-        InputError: the micro-batch of the sample that needs most does not fit in a rank's memory.
+        InputError: none of them; names the sample that needs most under the size that needs least.
     """
-    limit = available_mb(config)
     # Only long samples, or those with many targets, can be it: one for each of the two is enough to look at.
     most = (max(samples, key=lambda s: (s.length, -s.id)), max(samples, key=lambda s: (s.targets, -s.id)))
-    needed = [unit_memory(config, identity, sample.length, sample.targets) for sample in most]
-    parts, longest = max(zip(needed, most), key=lambda pair: pair[0].total)
-    if limit is not None and parts.total > limit:
+    needed = {
+        size: max(((sample_memory(config, identity, s, size), s) for s in most), key=lambda pair: pair[0].total)
+        for size in sizes
+    }
+    fitting = [size for size, (parts, _) in needed.items() if limit_mb is None or parts.total <= limit_mb]
+    if not fitting and limit_mb is not None:
+        size, (parts, longest) = min(needed.items(), key=lambda item: item[1][0].total)
+        how = "" if size is None or longest.length <= size else f", in chunks of {size:,}"
         raise InputError(
-            f"sample {longest.id} with {longest.length:,} tokens makes a micro-batch that needs about "
-            f"{parts.total / 1e3:,.1f} GB on its rank ({describe(parts)}), but each has {limit / 1e3:,.1f} GB; "
-            "lower data.max_length, set model.checkpointing, use a smaller model, or raise parallel.memory_gb"
+            f"sample {longest.id} with {longest.length:,} tokens{how} needs about {parts.total / 1e3:,.1f} GB on its "
+            f"rank ({describe(parts)}), but each has {limit_mb / 1e3:,.1f} GB; {_way_out(config, sizes)}"
         )
+    return fitting
 
 
-def largest_units(config: RunConfig, identity: Identity, units: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """The `count` micro-batches that need most memory, the largest first, one of each size."""
-    by_size = {(unit.tokens, unit.targets): unit for unit in units if unit.segments}
-    needed = {size: unit_memory(config, identity, *size).total for size in by_size}
-    return [by_size[size] for size in sorted(by_size, key=lambda size: (needed[size], size), reverse=True)[:count]]
+def _way_out(config: RunConfig, sizes: Sequence[int | None]) -> str:
+    ways = ["lower data.max_length", "use a smaller model", "raise parallel.memory_gb"]
+    if not config.model.checkpointing:
+        ways.insert(0, "set model.checkpointing")
+    if any(size is not None for size in sizes) and config.balance.keep_chunks is None:
+        ways.insert(0, "set balance.keep_chunks")
+    return ", ".join(ways[:-1]) + f", or {ways[-1]}"
+
+
+def chain_memory(config: RunConfig, identity: Identity, chain: Sequence[MicroBatch]) -> MemoryParts:
+    """Peak megabytes of a rank that runs one planned micro-batch, or all chunks of one sample."""
+    tokens, targets = sum(unit.tokens for unit in chain), sum(unit.targets for unit in chain)
+    if len(chain) == 1:
+        return unit_memory(config, identity, tokens, targets)
+    return sample_memory(config, identity, Sample(chain[0].segments[0].sample, tokens, targets), chain[0].tokens)
+
+
+def largest_chains(
+    config: RunConfig, identity: Identity, chains: Sequence[Sequence[MicroBatch]], count: int
+) -> list[Sequence[MicroBatch]]:
+    """The `count` that need most memory, the largest first, one of each size; without empty ones."""
+    sizes = {
+        (len(chain), chain[0].tokens, sum(unit.tokens for unit in chain), sum(unit.targets for unit in chain)): chain
+        for chain in chains
+        if chain[0].segments
+    }
+    needed = {size: chain_memory(config, identity, chain).total for size, chain in sizes.items()}
+    return [sizes[size] for size in sorted(sizes, key=lambda size: (needed[size], size), reverse=True)[:count]]
 
 
 def describe(parts: MemoryParts) -> str:

@@ -44,7 +44,7 @@ def _units(
                 "tokens": unit.tokens,
                 "targets": unit.targets,
                 "budgets": list(unit.budgets),
-                **_chunk(unit),
+                **chunk_record(unit),
                 "planned": {
                     "start_ms": start_ms,
                     "backward_start_ms": backward_start_ms,
@@ -64,7 +64,7 @@ def _units(
     return records
 
 
-def _chunk(unit: MicroBatch) -> dict[str, Any]:
+def chunk_record(unit: MicroBatch) -> dict[str, Any]:
     """Which part of which sample the unit is, where it is one."""
     segment = unit.segments[0] if unit.segments else None
     if segment is None or segment.is_whole:

@@ -6,27 +6,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sparsebalance.planning.budgets import Anchor
+from sparsebalance.planning.composition import ByTargetTokens, Composition, GroupByLength, Window, in_order
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.pipeline import PipelineModel
-from sparsebalance.planning.plan import StepPlan, Topology
-from sparsebalance.planning.policy import Policy, named_policy
+from sparsebalance.planning.plan import Sample, StepPlan, Topology
+from sparsebalance.planning.policy import CUTTING, Policy, named_policy, plan_step
 from sparsebalance.planning.simulator import Network
 from sparsebalance.planning.table import Identity, LatencyTable
 from sparsebalance.planning.table_file import check_same_identity, load_table
+from sparsebalance.planning.unit_size import fastest_unit_size, unit_sizes
+from sparsebalance.planning.units import check_cap
 from sparsebalance.profiling.measure import Progress, measure
 from sparsebalance.profiling.network import measure_network
 from sparsebalance.training import token_cache
 from sparsebalance.training.config import DataConfig, RunConfig, check_config
 from sparsebalance.training.data import TokenisedDataset, load_examples
 from sparsebalance.training.engine import Engine, RankResult
-from sparsebalance.training.memory import check_memory
+from sparsebalance.training.memory import available_mb, fitting_sizes, longest_whole
 from sparsebalance.training.model import build_model, decoder_config, identity_of
 from sparsebalance.training.parallel import FlatGradients, Ranks
 from sparsebalance.training.sampler import GlobalBatches
+
+CHOOSING_STEPS = 6  # global batches on which a unit size is chosen
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Session:
     engine: the model, ready to run planned units.
     gradients: of the model, one buffer.
     identity: what a latency table must have been measured for.
+    memory_mb: of each rank before the model was built; None where it is not known.
     """
 
     config: RunConfig
@@ -47,6 +55,7 @@ class Session:
     engine: Engine
     gradients: FlatGradients
     identity: Identity
+    memory_mb: float | None
 
     @property
     def topology(self) -> Topology:
@@ -72,7 +81,13 @@ class Session:
         measured = measure(
             self.engine.model,
             self.identity,
-            max_length=max(sample.length for sample in self.batches.samples),
+            # A longer sample runs in chunks: it may not fit whole.
+            max_length=longest_whole(
+                self.config,
+                self.identity,
+                max(sample.length for sample in self.batches.samples),
+                self.memory_mb,
+            ),
             max_budget=2 * self.config.attention.budget,
             limit_s=self.config.balance.measure_s,
             progress=progress,
@@ -80,6 +95,17 @@ class Session:
         )
         self.gradients.zero()
         return replace(measured.table, network=measure_network(self.ranks)), measured.rank_factors
+
+    def policy(self, name: str, model: LatencyModel) -> Policy:
+        """The configured policy of that name; a unit size of "auto" is what `model` predicts fastest for the first
+        steps, the smallest among equals. The same on every rank, and when a run goes on with the same table."""
+        sizes = possible_unit_sizes(self.config, self.identity, self.batches.samples, name, self.memory_mb)
+        steps = [self.batches.at(step) for step in range(CHOOSING_STEPS)] if len(sizes) > 1 else []
+
+        def plan(samples: Sequence[Sample], size: int | None) -> StepPlan:
+            return plan_step(samples, model, self.topology, configured_policy(self.config, name, size))
+
+        return configured_policy(self.config, name, fastest_unit_size(steps, sizes, plan))
 
     def run(self, plan: StepPlan, where: str, probe_rows: int = 0) -> tuple[RankResult, float, float]:
         """This rank's part of a plan and the gradient all-reduce.
@@ -115,9 +141,24 @@ class Session:
                 "they must see the same data, config and latency table"
             )
 
+    def check_same_data(self, saved: dict[str, Any]) -> None:
+        """Raises:
+        InputError: a run goes on with other data or batches than it began with.
+        """
+        own = self.batches.fingerprint()
+        if different := [name for name in own if saved.get(name) != own[name]]:
+            shown = ", ".join(f"{name} (was {saved.get(name)}, is {own[name]})" for name in different)
+            raise InputError(
+                f"the checkpoint was written for other batches: {shown}; go on with the same data, seed, batch size "
+                "and mode (balance.window_ranks keeps a window's ranks), or start a new run with another --out"
+            )
 
-def configured_policy(config: RunConfig, name: str) -> Policy:
+
+def configured_policy(config: RunConfig, name: str, unit_size: int | None = None) -> Policy:
     """The policy of that name with the run's budget, cap and anchor.
+
+    Args:
+        unit_size: of a policy that has one; see `Session.policy`.
 
     Raises:
         InputError: no such policy, or an anchor setting out of range.
@@ -129,7 +170,33 @@ def configured_policy(config: RunConfig, name: str) -> Policy:
         min_budget=balance.min_budget,
         max_budget=balance.max_budget,
     )
-    return named_policy(name, budget=config.attention.budget, token_cap=balance.token_cap, anchor=anchor)
+    return named_policy(
+        name,
+        budget=config.attention.budget,
+        token_cap=balance.token_cap,
+        anchor=anchor,
+        unit_size=unit_size,
+        keep_chunks=balance.keep_chunks,
+    )
+
+
+def possible_unit_sizes(
+    config: RunConfig, identity: Identity, samples: Sequence[Sample], policy: str, limit_mb: float | None
+) -> list[int | None]:
+    """Unit sizes that the policy may use on these samples and this machine: one, or several under "auto".
+
+    Raises:
+        InputError: a sample is over the cap and the policy does not cut, or nothing fits in memory.
+    """
+    wished, cap = config.balance.unit_size, config.balance.token_cap
+    if policy not in CUTTING or wished == "whole":
+        check_cap(samples, cap)
+        sizes: list[int | None] = [None]
+    elif wished == "auto":
+        sizes = unit_sizes(samples, identity.block_size, cap)
+    else:
+        sizes = [int(wished)]
+    return fitting_sizes(config, identity, samples, sizes, limit_mb)
 
 
 def read_data(config: DataConfig) -> tuple[TokenisedDataset, PreTrainedTokenizerBase]:
@@ -177,7 +244,9 @@ def preflight(config: RunConfig, policies: Sequence[str]) -> None:
         check_same_identity(load_table(config.balance.table).identity, identity_of(decoder, config))
     data, _ = read_data(config.data)
     batches = _batches(config, data)
-    check_memory(config, identity_of(decoder, config), batches.samples)
+    limit_mb = available_mb(config)
+    for name in policies:
+        possible_unit_sizes(config, identity_of(decoder, config), batches.samples, name, limit_mb)
 
 
 def open_session(config: RunConfig, ranks: Ranks) -> Session:
@@ -190,13 +259,27 @@ def open_session(config: RunConfig, ranks: Ranks) -> Session:
     data, tokenizer = read_data(config.data)
     batches = _batches(config, data)
     longest = max(sample.length for sample in batches.samples)
+    memory_mb = ranks.from_first(available_mb(config))
     model = build_model(config.model, config.attention, len(tokenizer), longest, config.seed)
     attention = config.attention
     engine = Engine(model, attention.block_size, attention.granularity, config.model.checkpointing)
-    return Session(config, ranks, data, batches, engine, FlatGradients(model), identity_of(model.config, config))
+    return Session(
+        config, ranks, data, batches, engine, FlatGradients(model), identity_of(model.config, config), memory_mb
+    )
 
 
 def _batches(config: RunConfig, data: TokenisedDataset) -> GlobalBatches:
     return GlobalBatches(
-        tuple(data.samples()), config.data.batch_size, config.seed, config.data.tail, config.parallel.dp
+        tuple(data.samples()), config.data.batch_size, config.seed, config.data.tail, composition_of(config)
     )
+
+
+def composition_of(config: RunConfig) -> Composition:
+    """Which samples form a step, as configured. A window weighs samples by their tokens: what it makes must not
+    depend on a latency table, or a run could not go on elsewhere."""
+    balance = config.balance
+    if config.data.target_tokens is not None:
+        return ByTargetTokens(config.data.target_tokens)
+    if balance.mode == "window":
+        return Window(balance.window, balance.window_ranks or config.parallel.dp)
+    return GroupByLength() if balance.mode == "group_by_length" else in_order

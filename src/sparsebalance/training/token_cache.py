@@ -22,6 +22,7 @@ from sparsebalance import __version__
 from sparsebalance.training.config import DataConfig
 from sparsebalance.training.data import DataReport, Example, TokenisedDataset
 
+LAYOUT = 2  # of what is stored
 KEEP = 8  # data sets; the least recently used ones go
 
 
@@ -32,7 +33,7 @@ def cache_folder() -> Path:
 
 def cache_key(config: DataConfig) -> str:
     """SHA-256 over everything that the tokens depend on, this package's version included."""
-    settings = [__version__, config.max_length, config.on_long, config.limit]
+    settings = [LAYOUT, __version__, config.max_length, config.on_long, config.limit]
     digest = hashlib.sha256(json.dumps(settings).encode())
     for root in (config.path, config.tokenizer):
         for path in _files(root):

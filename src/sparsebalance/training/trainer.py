@@ -6,8 +6,9 @@ A newcomer learns the system from this file; mechanics live in the modules that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ from sparsebalance.planning.correction import Correction
 from sparsebalance.planning.coverage import plan_coverage
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import StepPlan
-from sparsebalance.planning.policy import plan_step
+from sparsebalance.planning.policy import Policy, plan_step
 from sparsebalance.planning.simulator import imbalance
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.planning.table_file import check_same_identity, load_table, save_table
 from sparsebalance.profiling.measure import Progress
 from sparsebalance.training import checkpoint
+from sparsebalance.training.books import Books, DataBooks
 from sparsebalance.training.config import OptimizerConfig, RunConfig
 from sparsebalance.training.engine import RankResult, merged
 from sparsebalance.training.feedback import Feedback, Learner
@@ -29,7 +31,19 @@ from sparsebalance.training.metrics import MetricsFile, StepRecord
 from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.records import worker_records
 from sparsebalance.training.sampler import PlanAhead
+from sparsebalance.training.saved_plans import saved_plans
 from sparsebalance.training.session import Session, configured_policy, open_session
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Attributes:
+    records: of the steps run, the same on every rank.
+    books: what became of the samples; None where no step was left to run.
+    """
+
+    records: list[StepRecord]
+    books: DataBooks | None
 
 
 def train(
@@ -39,16 +53,16 @@ def train(
     on_step: Callable[[StepRecord], None] = lambda record: None,
     announce: Callable[[str], None] = lambda note: None,
     on_measure: Progress | None = None,
-) -> list[StepRecord]:
+) -> Trained:
     """Run `config.steps` optimiser steps, from the newest checkpoint under `config.out` if `resume`.
 
     Args:
         on_step: called on every rank after every step, e.g. for a progress bar.
         on_measure: called with (points done, points in all) where the run measures its latency table.
-        announce: called on every rank, before the first step, with what a user should know about the data.
+        announce: called on every rank, before the first step, with what a user should know about data and plan.
 
     Returns:
-        The records of the steps that this call ran.
+        What this call did.
 
     Raises:
         InputError: the input is wrong, or there is nothing to resume, or a run is there and `resume` is off.
@@ -62,20 +76,26 @@ def train(
     learner = Learner(table, Correction(rank_factors), config.balance.correction)
     first, feedback = 0, learner.feedback()
     found = checkpoint.start_from(config.out, resume)
-    if found is not None:
-        state = checkpoint.load(found, ranks, model, optimizer)
+    state = None if found is None else checkpoint.load(found, ranks, model, optimizer)
+    if state is not None:
+        session.check_same_data(state["data"])
         first = state["step"]
         learner.load_state_dict(state["learner"])
-        feedback = Feedback.from_state_dict(state["next_feedback"])
-    policy, pipeline = configured_policy(config, config.balance.policy), session.pipeline(table)
+        feedback = Feedback.from_state_dict(state["next_feedback"]).on_ranks(ranks.world)
+    policy, pipeline = _policy_of_run(session, learner, feedback, state, announce), session.pipeline(table)
+    saved = saved_plans(session, policy, table, pipeline)
 
     def make_plan(step: int, known: Feedback) -> StepPlan:
         samples = session.batches.at(step)
-        plan = plan_step(samples, learner.corrected(known), session.topology, policy, known.curves, pipeline)
+        plan = saved.plans.get(step)
+        if plan is None:
+            model, expected = learner.corrected(known), known.expected(policy.name, samples)
+            plan = plan_step(samples, model, session.topology, policy, known.curves, pipeline, expected)
         plan.validate(samples, config.balance.token_cap)
         return plan
 
     planner = PlanAhead(make_plan)
+    books = Books(session, policy, saved)
     metrics = MetricsFile(config.out / "metrics.jsonl", ranks.is_first, first)
     records = []
     try:
@@ -86,20 +106,28 @@ def train(
             if step + 1 < config.steps:  # it is planned before this step's times and coverage are known
                 planner.prepare(step + 1, feedback)
             session.check_same_plan(plan)
+            books.add(step, plan)
             measured = run_plan(session, plan, step)
-            record = finish_step(session, optimizer, learner, step, plan, planned_with, measured, planning_ms)
+            record = finish_step(
+                session, optimizer, learner, step, plan, planned_with, measured, planning_ms, policy.tuned
+            )
             metrics.write(asdict(record))
             records.append(record)
             on_step(record)
             done = step + 1
             if done == config.steps or (config.checkpoint_every and done % config.checkpoint_every == 0):
-                state = {"learner": learner.state_dict(), "next_feedback": feedback.state_dict()}
+                state = {
+                    "learner": learner.state_dict(),
+                    "next_feedback": feedback.state_dict(),
+                    "unit_size": policy.unit_size,
+                    "data": session.batches.fingerprint(),
+                }
                 checkpoint.save(config.out, ranks, done, model, optimizer, state, config.keep_last)
     finally:
         planner.close()
         metrics.close()
     gradients.zero()
-    return records
+    return Trained(records, books.close())
 
 
 def run_plan(session: Session, plan: StepPlan, step: int) -> tuple[RankResult, float, float]:
@@ -118,6 +146,7 @@ def finish_step(
     planned_with: Feedback,
     measured: tuple[RankResult, float, float],
     planning_ms: float,
+    tuned: bool,
 ) -> StepRecord:
     """Optimiser update, then everything measured on all ranks: learner and metrics see the same on each."""
     norm = session.gradients.clip(session.config.optimizer.clip_norm)
@@ -132,6 +161,8 @@ def finish_step(
     update(optimizer, rate)
     learner.learn_coverage(plan, merged(result.probes for result in results))
     learner.learn_times([list(zip(units, result.units)) for units, result in zip(plan.ranks, results)])
+    if tuned:
+        learner.learn_budgets(plan)
     curves, correction = learner.feedback().curves, planned_with.correction
     return StepRecord(
         step=step,
@@ -148,7 +179,9 @@ def finish_step(
         planning_ms=planning_ms,
         mean_budget=plan.mean_budget,
         # By the estimator's curves; nothing to say before anything was measured.
-        coverage=float(plan_coverage(plan, lambda s, layer, k: curves.coverage(layer, s.end, np.array([k]))[0]))
+        coverage=float(
+            plan_coverage(plan, lambda s, layer, k: curves.coverage(layer, s.end, np.array([k]), s.sample)[0])
+        )
         if curves.values
         else None,
         rank_factors=list(correction.ranks),
@@ -181,6 +214,23 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
+
+
+def _policy_of_run(
+    session: Session,
+    learner: Learner,
+    feedback: Feedback,
+    state: Mapping[str, Any] | None,
+    announce: Callable[[str], None],
+) -> Policy:
+    """The configured policy; a run that goes on keeps the unit size that was chosen when it began."""
+    name = session.config.balance.policy
+    if state is not None and session.config.balance.unit_size == "auto":
+        return configured_policy(session.config, name, state["unit_size"])
+    policy = session.policy(name, learner.corrected(feedback))
+    if session.config.balance.unit_size == "auto" and policy.unit_size is not None:
+        announce(f"micro-batches of up to {policy.unit_size:,} tokens: predicted fastest for the first steps")
+    return policy
 
 
 def _table_of_run(
