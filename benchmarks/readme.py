@@ -1,4 +1,4 @@
-"""Writes the README's measured parts from the committed results, so that no figure there is typed by hand.
+"""Writes the measured parts of README and docs from the committed results, so that no figure there is typed by hand.
 
 python benchmarks/readme.py
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import batching_tables
+import chunked_tables
+import planning_time as planning_time_table
 from sparsebalance.planning.policy import OURS
 
 ROOT = Path(__file__).parent.parent
@@ -123,16 +127,39 @@ def correction() -> str:
     )
 
 
-def filled(text: str) -> str:
-    """The README with all generated parts as the results say."""
-    makers = {
-        "comparison": comparison,
-        "plan": plan,
-        "predictor": predictor,
-        "correction": correction,
-        "attention": attention,
-    }
-    for name, make in makers.items():
+def batching() -> str:
+    """Every policy on every distribution and topology, simulated."""
+    return batching_tables.table(result_of("batching"))
+
+
+def planning_time() -> str:
+    """Milliseconds over the number of samples."""
+    return planning_time_table.table(result_of("planning_time"))
+
+
+def chunked_step() -> str:
+    """Chunks for real: step times, and memory."""
+    return chunked_tables.table(result_of("chunked_step"))
+
+
+def result_of(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+PAGES: dict[str, tuple[Callable[[], str], ...]] = {
+    "README.md": (comparison, plan, predictor, correction, attention),
+    "docs/batching.md": (batching, planning_time),
+    "docs/chunks.md": (chunked_step,),
+}
+"""Page -> what is generated in it, between marks of the function's name."""
+
+
+def filled(page: str) -> str:
+    """The page's text with all generated parts as the results say."""
+    text = (ROOT / page).read_text()
+    for make in PAGES[page]:
+        name = make.__name__
         text, count = re.subn(
             rf"<!-- {name} -->\n.*?<!-- end -->",
             lambda _, name=name, make=make: f"<!-- {name} -->\n{make()}\n<!-- end -->",
@@ -140,11 +167,11 @@ def filled(text: str) -> str:
             flags=re.DOTALL,
         )
         if count != 1:
-            raise SystemExit(f"README.md must have the marks of {name} once, found {count}")
+            raise SystemExit(f"{page} must have the marks of {name} once, found {count}")
     return text
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
-    print(f"written: {readme}")
+    for page in PAGES:
+        (ROOT / page).write_text(filled(page))
+        print(f"written: {ROOT / page}")

@@ -110,6 +110,14 @@ def test_a_sample_whose_targets_all_lie_in_one_chunk() -> None:
     assert largest_difference(grads, gradients(model)) < 1e-9
 
 
+def test_a_chunk_without_targets_runs_no_head() -> None:
+    """It would hold a gradient of the output projection's size until its backward."""
+    examples = [example(64, 5)]
+    units = [MicroBatch((p,), (3, 3), NONE) for p in cut(samples(examples)[0], 16, BLOCK)]
+    times = engine(tiny_model()).run(units, examples, 5).units
+    assert [time.terms["head"] > 0 for time in times] == [False, False, False, True]
+
+
 def test_the_comparison_sees_a_missing_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what later chunks send back, gradients differ: the tests above can fail."""
     monkeypatch.setattr(LayerState, "gradients", lambda self, end: tuple(torch.zeros_like(x) for x in (self.keys,) * 2))

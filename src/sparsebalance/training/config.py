@@ -224,7 +224,7 @@ class CompareConfig(RunConfig):
     out: Path = Path("runs/compare")
     steps: int = 8
     policies: tuple[str, ...] = (
-        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "sab", "dst", "sab_dst",
+        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "dense_chunks", "sab", "dst", "sab_dst",
     )  # fmt: skip
     time_limit_s: float | None = None
 

@@ -100,6 +100,8 @@ class Engine:
     def loss_sum(self, row: PackedRow, context: SparseContext) -> Tensor:
         """Cross-entropy summed over the row's target tokens; exactly 0 where it has none."""
         hidden = self.hidden(row, context)
+        if not row.targets.numel():  # a chunk may have none: it must not hold a gradient of the head's size for it
+            return hidden[row.target_index].sum()
         weight = self.model.get_output_embeddings().weight
         with context.clock.measure("head"):
             return linear_cross_entropy(hidden[row.target_index], weight, row.targets, context.clock)
