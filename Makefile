@@ -34,6 +34,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/predictor.py --json benchmarks/results/predictor.json
 	$(BIN)/python benchmarks/planner.py --json benchmarks/results/planner.json
 	$(BIN)/python benchmarks/correction.py --json benchmarks/results/correction.json
+	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
+	$(BIN)/python benchmarks/planning_time.py --json benchmarks/results/planning_time.json --figure docs/planning_time.svg
+	$(BIN)/python benchmarks/chunked_step.py --json benchmarks/results/chunked_step.json
 	$(BIN)/python benchmarks/comparison.py --json benchmarks/results/comparison.json
 	$(BIN)/python benchmarks/readme.py
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
+from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from sparsebalance.planning.plan import Latency, MicroBatch, Sample, Segment
 from sparsebalance.planning.table_file import save_table
 from sparsebalance.planning.work import Granularity
-from sparsebalance.training.config import AttentionConfig, ModelConfig, RunConfig, load_config
+from sparsebalance.training.config import AttentionConfig, ModelConfig, RunConfig
 from sparsebalance.training.data import IGNORE, Example
 from sparsebalance.training.engine import Engine
 from sparsebalance.training.model import build_model, decoder_config, identity_of
@@ -111,6 +111,14 @@ def document_rows(*words: int) -> list[dict[str, Any]]:
     return [{"text": "word " * count} for count in words]
 
 
+def question_rows(*words: int) -> list[dict[str, Any]]:
+    """Conversations of a question with so many words and a short answer, so that few tokens are targets."""
+    return [
+        {"messages": [{"role": "user", "content": "word " * count}, {"role": "assistant", "content": "yes and no"}]}
+        for count in words
+    ]
+
+
 def tiny_run(folder: Path, **changes: Any) -> dict[str, Any]:
     """A run's YAML record: tiny model, tiny data; `changes` replace whole sections or single fields."""
     data = folder / "chat.jsonl"
@@ -136,9 +144,8 @@ def tiny_config(folder: Path, **changes: Any) -> RunConfig:
     """`tiny_run` as a config, with a latency table that is not measured (see `write_table`)."""
     table = folder / "table.json"
     balance = {"table": str(table), "correction": False, **changes.pop("balance", {})}
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(tiny_run(folder, **{**changes, "balance": balance})))
-    config = load_config(path, RunConfig)
+    record = tiny_run(folder, **{**changes, "balance": balance})
+    config = TypeAdapter(RunConfig).validate_python(record)  # without a file: several ranks call this at once
     if not table.exists():
         write_table(config, table)
     return config

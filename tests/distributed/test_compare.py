@@ -27,7 +27,7 @@ def test_compare_on_two_processes(tmp_path: Path) -> None:
     assert "vs random" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert list(summary["policies"]) == [
-        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "sab", "dst", "sab_dst",
+        "random", "batch_rebalance", "kk_quadratic", "kk_tokens", "dense_chunks", "sab", "dst", "sab_dst",
     ]  # fmt: skip
     assert summary["topology"]["dp"] == 2
     assert summary["checks"]["strict_loss_rel_diff_max"] <= 1e-5

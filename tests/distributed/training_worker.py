@@ -20,7 +20,7 @@ from tests.models import tiny_config
 
 CHUNKED = {"unit_size": 64, "keep_chunks": 1}
 WINDOW = {**CHUNKED, "mode": "window", "window": 2}
-LENGTHS = [250 if row % 5 == 0 else 20 + row for row in range(24)]  # words; a token more each, and one for the end
+LENGTHS = [250 if row % 5 == 0 else 20 + row for row in range(24)]  # words of questions: five long ones
 SHORT_TAIL = {"limit": 9, "max_length": 200, "on_long": "drop", "tail": "keep"}  # 2 of 9 rows are dropped: 6 + 1
 EPOCHS = {"steps": 8, "checkpoint_every": 3, "keep_last": 9}  # of 4 steps each: step 6 is in the middle of the second
 FIXED = {"attention": {"probe_every": 0}, "steps": 2, "checkpoint_every": 0}
@@ -39,8 +39,9 @@ def stop_after(step: int) -> Any:
 
 
 def config(folder: Path, name: str, **changes: Any) -> RunConfig:
-    """Of a run in `folder`/`name`; six steps, checkpoints after each third one."""
-    return tiny_config(folder, out=str(folder / name), **{"steps": 6, "checkpoint_every": 3, **changes})
+    """Of a run in `folder`/`name`; six steps, checkpoints after each third one, one layer."""
+    usual = {"steps": 6, "checkpoint_every": 3, "model": {"layers": 1}}
+    return tiny_config(folder, out=str(folder / name), **{**usual, **changes})
 
 
 def stopped_and_resumed(ranks: Ranks, run: RunConfig) -> None:

@@ -72,7 +72,7 @@ def test_without_a_file_nothing_is_read_or_written(tmp_path: Path) -> None:
     saved, plans = opened(changed(tmp_path, balance={"plans": None}))
     assert (saved.path, saved.plans) == (None, {})
     saved.save(dict(enumerate(plans)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.jsonl", "config.yaml", "table.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.jsonl", "table.json"]
 
 
 @pytest.mark.parametrize(
