@@ -36,9 +36,12 @@ class DataBooks:
     seen: Seen
 
     def sentences(self) -> list[str]:
+        return [*self.account.sentences(), *self.remarks()]
+
+    def remarks(self) -> list[str]:
+        """What there is to say besides the account."""
         seen = self.seen
         return [
-            *self.account.sentences(),
             *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in self.batches.sentences()),
             f"The whole run so far: {seen.epochs:.2f} epochs, {seen.samples:,} samples ({seen.unique_samples:,} "
             f"different ones), {seen.tokens:,} tokens ({seen.unique_tokens:,} different ones).",

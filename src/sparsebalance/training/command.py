@@ -64,7 +64,7 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
         "data": books.record(),
     }
     print_account(console, books.account)
-    for sentence in books.sentences()[len(books.account.sentences()) :]:
+    for sentence in books.remarks():
         console.print(sentence, highlight=False, markup=False)
     console.print(
         f"{len(records)} steps, loss {last.loss:.4f}, median {result['step_ms']:.0f} ms a step, "
