@@ -219,11 +219,11 @@ class KeepsTerms(FromTerms, ABC):
         return lru_cache(maxsize=2**14)(self._computed_terms)
 
     def _computed_terms(self, segments: tuple[Segment, ...], budgets: tuple[int, ...]) -> Terms:
-        if not segments:
+        tokens, targets = float(sum(s.tokens for s in segments)), float(sum(s.targets for s in segments))
+        if not tokens:  # no segment, or only segments of empty samples
             return NOTHING
         counts = Counter(budgets)
         attention = self.layer_attention(segments, tuple(counts)) @ np.array([list(counts.values())]).T
-        tokens, targets = float(sum(s.tokens for s in segments)), float(sum(s.targets for s in segments))
         router, forward, backward = attention[:, 0].tolist()
         found = self._assembled(tokens, targets, router, forward, backward)
         return Terms(*(Latency(float(there), float(back)) for there, back in found))
