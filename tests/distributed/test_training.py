@@ -60,7 +60,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def untimed(line: dict[str, Any]) -> dict[str, Any]:
     """A step's record without what clocks said."""
     workers = [[{**unit, "measured": None} for unit in worker["units"]] for worker in line["workers"]]
-    timed = {"step_ms", "rank_busy_ms", "imbalance_rank", "planning_ms"}
+    timed = {"step_ms", "rank_busy_ms", "imbalance_rank", "planning_ms", "tune_ms"}
     return {**{k: v for k, v in line.items() if k not in timed}, "workers": workers}
 
 
@@ -191,6 +191,24 @@ def test_a_run_in_chunks_resumes_exactly(straight: str, resumed: str, runs: tupl
     assert {line["mean_budget"] for line in found} != {3.0}  # tuning was at work
     a, b = (folder / name / "checkpoint-6" / "model.safetensors" for name in (straight, resumed))
     assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_run_tuned_online_resumes_exactly(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Two ranks with equal plans (every step compares digests), budgets that follow each unit's own scores, and a
+    calibration that the checkpoint restores: it decides the budgets after the resume."""
+    folder, _ = runs
+    expected, found = (metrics(folder / name) for name in ("online", "online_resumed"))
+    assert [untimed(line) for line in found] == [untimed(line) for line in expected]
+    moved = [unit["budgets"] != unit["planned_budgets"] for line in found for unit in units_of(line) if unit["tokens"]]
+    assert set(moved) == {True, False}
+    assert all(line["tune_ms"] > 0 for line in found)
+    assert all(set(line["probe"]) == {"estimated", "router", "oracle", "regret"} for line in found)
+    a, b = (folder / name / "checkpoint-6" for name in ("online", "online_resumed"))
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+    states = [json.loads((path / "trainer.json").read_text()) for path in (a, b)]
+    assert states[0]["learner"]["calibration"] == states[1]["learner"]["calibration"]
+    assert states[0]["next_feedback"]["calibration"]["offsets"] != []
+    assert {line["tune_ms"] for line in metrics(folder / "straight")} == {0.0}
 
 
 def test_a_run_goes_on_on_half_of_its_ranks(runs: tuple[Path, dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance.planning.budgets import Anchor, Fixed
+from sparsebalance.planning.anchor import Anchor
+from sparsebalance.planning.budgets import Fixed
 from sparsebalance.planning.coverage import (
     BUDGET_GRID,
     CoverageCurves,
@@ -20,6 +22,7 @@ from sparsebalance.planning.coverage import (
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import Latency, MicroBatch, Segment, StepPlan, Topology
 from tests.unit.test_latency import make_table
+from tests.unit.tuning_steps import tune
 
 TABLE = make_table()
 
@@ -42,26 +45,26 @@ def milliseconds(unit: tuple[Segment, ...], budgets: tuple[int, ...]) -> float:
 
 def test_fixed_keeps_the_default() -> None:
     placement = place([(100,), (50, 60)], [()])
-    assert Fixed()(placement, TABLE, 5, curves(0.1)) == (((5, 5), (5, 5)), ((5, 5),))
+    assert tune(Fixed(), placement, TABLE, 5, curves(0.1)) == (((5, 5), (5, 5)), ((5, 5),))
 
 
 def test_slow_units_read_less_and_fast_ones_more() -> None:
     placement = place([(4000,), (600,)])
-    ((slow, fast),) = Anchor(threshold=0.3)(placement, TABLE, 8, curves(0.05))
+    ((slow, fast),) = tune(Anchor(threshold=0.3), placement, TABLE, 8, curves(0.05))
     assert max(slow) < 8 < min(fast)
 
 
 @pytest.mark.parametrize(("kind", "sign"), [("min", -1), ("max", 1)])
 def test_min_only_takes_and_max_only_gives(kind: str, sign: int) -> None:
     placement = place([(4000,), (600,)], [(1500,)])
-    budgets = Anchor(kind=kind, threshold=1.0)(placement, TABLE, 8, curves(0.05))  # type: ignore[arg-type]
+    budgets = tune(Anchor(kind=kind, threshold=1.0), placement, TABLE, 8, curves(0.05))  # type: ignore[arg-type]
     assert all(sign * (k - 8) >= 0 for rank in budgets for unit in rank for k in unit)
 
 
 def test_without_a_threshold_to_spend_nothing_changes() -> None:
     """At p = 0 only the default is feasible: the set is never empty."""
     placement = place([(4000,), (600,)])
-    assert Anchor(threshold=0.0)(placement, TABLE, 8, curves(0.05)) == (((8, 8), (8, 8)),)
+    assert tune(Anchor(threshold=0.0), placement, TABLE, 8, curves(0.05)) == (((8, 8), (8, 8)),)
 
 
 def test_the_nearest_end_of_the_feasible_set_where_the_anchor_is_out_of_reach() -> None:
@@ -69,7 +72,7 @@ def test_the_nearest_end_of_the_feasible_set_where_the_anchor_is_out_of_reach() 
     table = curves(0.05)
     at = {k: table.coverage(0, 4000, np.array([k]))[0] for k in range(1, 9)}
     lowest = min(k for k, covered in at.items() if at[8] - covered <= 0.1)
-    ((slow, _),) = Anchor(threshold=0.1)(place([(4000,), (40,)]), TABLE, 8, table)
+    ((slow, _),) = tune(Anchor(threshold=0.1), place([(4000,), (40,)]), TABLE, 8, table)
     assert slow == (lowest, lowest)
     assert 1 < lowest < 8
 
@@ -78,29 +81,38 @@ def test_layers_are_tuned_one_by_one() -> None:
     """Where a layer's coverage hardly depends on the budget it gives up more."""
     flat, steep = curves(5.0), curves(0.05)
     mixed = CoverageCurves(16, {key: (flat if key[0] == 0 else steep).values[key] for key in steep.values})
-    ((slow, _),) = Anchor(threshold=0.1)(place([(4000,), (40,)]), TABLE, 8, mixed)
+    ((slow, _),) = tune(Anchor(threshold=0.1), place([(4000,), (40,)]), TABLE, 8, mixed)
     assert slow[0] < slow[1] < 8
 
 
 def test_scope_rank_compares_sums() -> None:
     """Equal sums of unequal units: nothing to do under rank, much under micro_batch."""
     placement = place([(2000,), (500,)], [(2000,), (500,)])
-    by_rank = Anchor(threshold=0.5, scope="rank")(placement, TABLE, 8, curves(0.05))
+    by_rank = tune(Anchor(threshold=0.5, scope="rank"), placement, TABLE, 8, curves(0.05))
     assert by_rank == (((8, 8), (8, 8)),) * 2
-    assert Anchor(threshold=0.5)(placement, TABLE, 8, curves(0.05)) != by_rank
+    assert tune(Anchor(threshold=0.5), placement, TABLE, 8, curves(0.05)) != by_rank
+
+
+def test_level_global_gives_all_layers_one_budget_and_bounds_their_mean() -> None:
+    flat, steep = curves(5.0), curves(0.05)
+    mixed = CoverageCurves(16, {key: (flat if key[0] == 0 else steep).values[key] for key in steep.values})
+    ((slow, _),) = tune(Anchor(threshold=0.05, level="global"), place([(4000,), (40,)]), TABLE, 8, mixed)
+    assert slow[0] == slow[1] < 8
+    covered = mixed.of_units(2, [place([(4000,)])[0][0]], np.array([slow[0], 8]))[0]
+    assert 0 < (covered[:, 1] - covered[:, 0]).mean() <= 0.05 < (covered[:, 1] - covered[:, 0]).max()
 
 
 def test_limits_hold_and_the_default_stays_possible_outside_them() -> None:
     placement = place([(4000,), (600,)])
-    ((slow, fast),) = Anchor(threshold=1.0, min_budget=6, max_budget=9)(placement, TABLE, 8, curves(0.05))
+    ((slow, fast),) = tune(Anchor(threshold=1.0, min_budget=6, max_budget=9), placement, TABLE, 8, curves(0.05))
     assert min(slow) >= 6
     assert max(fast) <= 9
-    ((only,),) = Anchor(threshold=0.0, min_budget=1, max_budget=4)(place([(4000,)]), TABLE, 8, curves(0.05))
+    ((only,),) = tune(Anchor(threshold=0.0, min_budget=1, max_budget=4), place([(4000,)]), TABLE, 8, curves(0.05))
     assert only == (8, 8)
 
 
 def test_empty_units_keep_the_default() -> None:
-    assert Anchor()(place([(100,)], [()]), TABLE, 8, curves(0.1))[1] == ((8, 8),)
+    assert tune(Anchor(), place([(100,)], [()]), TABLE, 8, curves(0.1))[1] == ((8, 8),)
 
 
 @settings(max_examples=40)
@@ -120,12 +132,12 @@ def test_coverage_never_changes_by_more_than_the_threshold(
     placement = place([tuple(unit) for unit in units])
     table = curves(steepness)
     anchor = Anchor(kind=kind, threshold=threshold, scope=scope)  # type: ignore[arg-type]
-    (budgets,) = anchor(placement, TABLE, default, table)
-    assert (budgets,) == anchor(placement, TABLE, default, table)
+    (budgets,) = tune(anchor, placement, TABLE, default, table)
+    assert (budgets,) == tune(anchor, placement, TABLE, default, table)
     for unit, layers in zip(placement[0], budgets, strict=True):
         for layer, k in enumerate(layers):
             if unit:
-                before, after = table.unit_coverage(layer, unit, np.array([default, k]))
+                before, after = table.of_units(2, [unit], np.array([default, k]))[0, layer]
                 assert abs(after - before) <= threshold + 1e-9
                 assert 1 <= k <= max(4 * default, default)
 
@@ -135,7 +147,7 @@ def test_coverage_never_changes_by_more_than_the_threshold(
 def test_tuning_never_moves_a_unit_further_from_the_anchor(lengths: list[int], threshold: float) -> None:
     placement = place([(n,) for n in lengths])
     before = [milliseconds(unit, (8, 8)) for unit in placement[0]]
-    (budgets,) = Anchor(threshold=threshold)(placement, TABLE, 8, curves(0.05))
+    (budgets,) = tune(Anchor(threshold=threshold), placement, TABLE, 8, curves(0.05))
     after = [milliseconds(unit, layers) for unit, layers in zip(placement[0], budgets, strict=True)]
     anchor = np.mean(before)
     for was, now in zip(before, after):
@@ -147,6 +159,7 @@ def test_tuning_never_moves_a_unit_further_from_the_anchor(lengths: list[int], t
     [
         ({"kind": "median"}, "anchor is 'median'"),
         ({"scope": "all"}, "scope is 'all'"),
+        ({"level": "head"}, "level is 'head'"),
         ({"threshold": -0.1}, "threshold"),
         ({"threshold": 1.5}, "threshold"),
         ({"threshold": float("nan")}, "threshold"),
@@ -167,11 +180,24 @@ def test_coverage_is_one_from_the_full_budget_on_and_rises_before() -> None:
         assert covered[0] > 0
 
 
-def test_unit_coverage_weighs_by_tokens() -> None:
+def test_coverage_of_units_weighs_by_tokens() -> None:
     table = CoverageCurves(16, {})
     unit = (Segment(0, 0, 16, 16, 0), Segment(1, 0, 480, 480, 0))
     alone = table.coverage(0, 480, np.array([2]))[0]
-    assert table.unit_coverage(0, unit, np.array([2]))[0] == pytest.approx((16 * 1 + 480 * alone) / 496)
+    assert table.of_units(1, [unit], np.array([2]))[0, 0, 0] == pytest.approx((16 * 1 + 480 * alone) / 496)
+
+
+@pytest.mark.parametrize("table", [CoverageCurves(16, {}), curves(0.03)])
+def test_chunks_cover_together_what_their_sample_covers(table: CoverageCurves) -> None:
+    budgets = np.array([1, 3, 8, 70])
+    edges = [0, 320, 640, 1000]
+    chunks = [(Segment(0, a, b, 1000, 0),) for a, b in itertools.pairwise(edges)]
+    found = table.of_units(2, chunks, budgets)
+    whole = table.of_units(2, [(Segment(0, 0, 1000, 1000, 0),)], budgets)[0]
+    tokens = np.diff(edges)[:, None, None]
+    assert np.allclose((found * tokens).sum(0) / 1000, whole)
+    for layer in range(2):
+        assert np.allclose(whole[layer], table.coverage(layer, 1000, budgets))
 
 
 def test_plan_coverage_weighs_by_tokens_and_layers() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance.attention.probe import CoverageProbe
-from sparsebalance.planning.budgets import Anchor
+from sparsebalance.planning.anchor import Anchor
 from sparsebalance.planning.correction import Correction
-from sparsebalance.planning.coverage import BUDGET_GRID, CoverageCurves, CoverageEstimator
+from sparsebalance.planning.coverage import BUDGET_GRID, CoverageEstimator
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.expected import BudgetEstimator, LayerBudgets, sample_budgets
 from sparsebalance.planning.imbalance import imbalance
@@ -23,6 +23,7 @@ from sparsebalance.planning.sample_memory import SampleMemory
 from sparsebalance.training.feedback import Feedback, Learner
 from tests.conftest import samples_of
 from tests.unit.test_latency import make_table
+from tests.unit.tuning_steps import tune
 
 BLOCK = 16
 FLAT = [0.5] * len(BUDGET_GRID)
@@ -93,18 +94,6 @@ def test_wrong_curves_are_refused_and_change_nothing() -> None:
     assert estimator.state_dict() == CoverageEstimator(BLOCK).state_dict()
 
 
-def test_layers_share_a_budget_only_where_their_curves_are_the_same() -> None:
-    unit = (Segment.whole(Sample(1, 640, 0)), Segment.whole(Sample(2, 640, 0)))
-    nothing = CoverageCurves(BLOCK, {})
-    assert nothing.curve_ids(0, unit) == nothing.curve_ids(1, unit)
-    own = CoverageEstimator(BLOCK)
-    own.update_sample(2, 64, {0: FLAT, 1: FLAT})
-    ids = [own.curves().curve_ids(layer, unit) for layer in range(4)]
-    assert ids[0] != ids[1]
-    assert ids[2] == ids[3]
-    assert ids[2] not in ids[:2]
-
-
 def test_tuning_reads_the_curve_of_the_sample() -> None:
     """Of two slow samples of equal length, the one whose coverage hardly depends on the budget gives up more."""
     estimator = CoverageEstimator(BLOCK)
@@ -112,7 +101,7 @@ def test_tuning_reads_the_curve_of_the_sample() -> None:
     estimator.update_sample(0, 4000, {0: FLAT, 1: FLAT})
     estimator.update_sample(1, 4000, {0: steep.tolist(), 1: steep.tolist()})
     placement = (tuple((Segment.whole(sample),) for sample in samples_of(4000, 4000, 40)),)
-    ((flat, bent, _),) = Anchor(threshold=0.1)(placement, make_table(), 8, estimator.curves())
+    ((flat, bent, _),) = tune(Anchor(threshold=0.1), placement, make_table(), 8, estimator.curves())
     assert max(flat) < min(bent) < 8
 
 
@@ -232,7 +221,7 @@ def learned(learner: Learner, epoch: int) -> None:
     policy = named_policy("sab_dst", budget=4, token_cap=1024)
     plan = plan_step(step, learner.model, Topology(dp=2), policy, learner.feedback().curves)
     probes = {
-        (sample.id, layer): CoverageProbe(*[tuple(np.sort(rng.random(len(BUDGET_GRID))).tolist())] * 2)
+        (sample.id, layer): CoverageProbe(*(tuple(np.sort(rng.random(len(BUDGET_GRID))).tolist()) for _ in range(3)))
         for sample in reversed(step)
         for layer in range(learner.model.layers)
     }
@@ -276,7 +265,9 @@ def test_feedback_tells_what_each_policy_gave_and_does_not_change(roofline: Roof
 def test_the_learner_remembers_each_samples_own_curves(roofline: RooflineModel) -> None:
     learner = Learner(roofline, Correction((1.0,)), correcting=False)
     plan = planned(Sample(4, 640, 0), (4,) * roofline.layers)
-    learner.learn_coverage(plan, {(4, 2): CoverageProbe(tuple(STEEP), tuple(FLAT))})
+    learner.learn_coverage(
+        plan, {(4, 2): CoverageProbe(estimated=tuple(FLAT), router=tuple(STEEP), oracle=tuple(FLAT))}
+    )
     curves = learner.feedback().curves
     assert curves.coverage(2, 640, AT_2, 4)[0] == pytest.approx(STEEP[1], abs=1e-5)
     assert curves.coverage(0, 640, AT_2, 4)[0] == pytest.approx((2 / 40) ** 0.25)

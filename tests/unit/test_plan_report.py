@@ -139,7 +139,7 @@ def test_the_table_fits_and_shows_every_plan_with_its_figures(small: Made, width
         assert COLUMNS["vs random"](row) in line
         assert line.lstrip().startswith("->") == (row == advice.row)
         assert ("*" in line) == (row.name == result.best_baseline)
-        assert (f" {COLUMNS['units'](row)}" == line[-len(COLUMNS["units"](row)) - 1 :]) or width < 96
+        assert (f" {COLUMNS['cover'](row)}" == line[-len(COLUMNS["cover"](row)) - 1 :]) or width < 96
 
 
 def test_without_a_plan_that_can_be_recommended_none_is_marked(small: Made) -> None:

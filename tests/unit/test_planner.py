@@ -332,7 +332,7 @@ def row(policy: str, step_ms: float, peak: float = 100.0, fits: bool | None = Tr
         policy=policy, unit_size=None, schedule="1f1b", step_ms=step_ms, step_ms_p10=step_ms, step_ms_p90=step_ms,
         speedup=100 / step_ms, speedup_vs_best=90 / step_ms, imbalance_all=1.0, imbalance_slot=1.0, imbalance_rank=1.0,
         busy_fraction=1.0, share_of_bound=0.5, peak_memory_mb=peak, fits=fits, largest_unit=12_345, units=1.0,
-        mean_budget=4.0, extrapolated=0.0,
+        mean_budget=4.0, coverage=0.5, extrapolated=0.0,
     )  # fmt: skip
     return replace(plain, **changes)
 

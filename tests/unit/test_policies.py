@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsebalance.planning.anchor import Anchor
 from sparsebalance.planning.baselines import BASELINES
-from sparsebalance.planning.budgets import Anchor
 from sparsebalance.planning.coverage import BUDGET_GRID, CoverageEstimator
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.latency import LatencyModel, RooflineModel
 from sparsebalance.planning.plan import Sample, Topology
-from sparsebalance.planning.policy import OURS, Policy, named_policy, plan_step
+from sparsebalance.planning.policy import OURS, cuts, named_policy, plan_step
+from sparsebalance.planning.slack import Slack
+from sparsebalance.planning.waterfill import Waterfill
 from tests.conftest import ROOT, samples_of
 from tests.unit.test_latency import make_table
 
@@ -109,11 +112,34 @@ def test_wrong_policies_and_steps_are_refused(roofline: RooflineModel) -> None:
 
 
 def test_named_policies_carry_their_tuning() -> None:
-    anchor = Anchor("max", 0.2)
-    dst = named_policy("dst", budget=4, token_cap=10, anchor=anchor)
-    assert dst == Policy("dst", BASELINES["random"], 4, 10, anchor)
-    assert named_policy("sab_dst", budget=4, token_cap=10, anchor=anchor).tuning == Anchor("max", 0.2, "rank")
+    anchor = Anchor(kind="max", threshold=0.2, max_budget=9)
+    made = {
+        name: named_policy(name, budget=4, token_cap=10, anchor=anchor, aim="hold", unit_size=16).tuning
+        for name in ("dst", "kk_tokens+anchor", "sab+anchor", "sab_dst", "sab+slack", "random+waterfill")
+    }
+    slack = Slack(threshold=0.2, max_budget=9, aim="hold")
+    assert made == {
+        "dst": anchor,
+        "kk_tokens+anchor": anchor,
+        "sab+anchor": replace(anchor, scope="rank"),
+        "sab_dst": slack,
+        "sab+slack": replace(slack, share=False),
+        "random+waterfill": Waterfill(threshold=0.2, max_budget=9, aim="coverage"),
+    }
     assert [named_policy(name, budget=4, token_cap=10).tuned for name in OURS] == [False, True, True]
+    assert [cuts(name) for name in ("sab+slack", "dense_chunks+anchor", "dst", "binpack")] == [True, True, False, False]
+    assert named_policy("sab_dst", budget=4, token_cap=10, unit_size=16).unit_size == 16
+
+
+@pytest.mark.parametrize("name", ["sba", "sab+", "+slack", "sab+wish", "dst+anchor", "sab+slack+anchor"])
+def test_a_name_that_nothing_has_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"no policy is called .*sab\+slack"):
+        named_policy(name, budget=4, token_cap=10)
+
+
+def test_the_timing_must_be_one_of_two() -> None:
+    with pytest.raises(InputError, match="timing is 'late'"):
+        named_policy("sab_dst", budget=4, token_cap=10, timing="late")  # type: ignore[arg-type]
 
 
 def test_plans_are_equal_in_another_process() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparsebalance.attention.estimate import segment_estimates
 from sparsebalance.attention.interface import Granularity, PackedLayout
 from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.attention.probe import probe_coverage
@@ -44,4 +45,18 @@ def test_short_segments_are_probed_too() -> None:
     layout = PackedLayout.from_lengths([1, 3], 4)
     q, k, _ = inputs(layout, 2, 1, torch.float32)
     for probe in probe_coverage(q, k, layout, MoBARouter("block"), rows=16):
-        assert probe.router == pytest.approx([1.0] * len(BUDGET_GRID))
+        for curve in (probe.estimated, probe.router, probe.oracle):
+            assert curve == pytest.approx([1.0] * len(BUDGET_GRID))
+
+
+@pytest.mark.parametrize("granularity", ["token", "block"])
+def test_the_estimate_is_of_the_same_queries(granularity: Granularity) -> None:
+    """Its mean over heads, segment by segment, a chunk among them; and it is no copy of what was measured."""
+    layout = PackedLayout((14, 9, 1), (30, 9, 1), 4)
+    q, k, _ = inputs(layout, 4, 2, torch.float64)
+    router = MoBARouter(granularity)
+    probes = probe_coverage(q, k, layout, router, rows=5, scale=0.7)
+    expected = segment_estimates(router.score(q, k, layout), 0.7, rows=5).mean(1)
+    assert torch.equal(torch.tensor([probe.estimated for probe in probes], dtype=torch.float64), expected)
+    assert max(abs(e - r) for e, r in zip(probes[0].estimated, probes[0].router)) > 1e-3
+    assert list(probes[0].estimated) == sorted(probes[0].estimated)

@@ -11,26 +11,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsebalance.planning.correction import Correction
-from sparsebalance.planning.coverage import at_budgets, plan_coverage
 from sparsebalance.planning.imbalance import imbalance
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.pipeline import PipelineModel
-from sparsebalance.planning.plan import MicroBatch, Sample, Segment, StepPlan
+from sparsebalance.planning.plan import MicroBatch, Sample, StepPlan
 from sparsebalance.planning.policy import Policy, plan_step
 from sparsebalance.planning.table import LatencyTable
-from sparsebalance.planning.work import key_blocks
 from sparsebalance.profiling.memory import PeakMemory
 from sparsebalance.training.config import CompareConfig
-from sparsebalance.training.engine import Probes, RankResult, UnitTime, merged
+from sparsebalance.training.engine import Probes, RankResult, UnitTime, as_run, merged
 from sparsebalance.training.feedback import Feedback, Learner
-from sparsebalance.training.records import chunk_record, worker_records
+from sparsebalance.training.records import budget_record, chunk_record, probe_record, worker_records
 from sparsebalance.training.session import Session
 from sparsebalance.training.trainer import learning_rate, make_optimizer, update
 
@@ -49,6 +46,11 @@ class PolicyStep:
     loss: float
     grad_norm: float
     peak_memory_mb: float | None
+
+    @cached_property
+    def used(self) -> StepPlan:
+        """The plan with the budgets that its units really used."""
+        return as_run(self.plan, self.results)
 
 
 def run_comparison(
@@ -83,15 +85,16 @@ def run_comparison(
         known = learner.feedback()
         model = learner.corrected(known)
         plans = [_plan(session, policy, model, samples, known, pipeline) for policy in policies]
+        calibrated = session.calibrated(known.calibration)
         # Untimed: measures coverage for everyone, and brings the step's data and code into the caches.
-        probes = _probe(session, plans[0][0])
+        probes = _probe(calibrated, plans[0][0])
         measured: dict[str, PolicyStep] = {}
         baseline_gradients = torch.empty(0)
         for turn in range(len(policies)):
             index = (turn + step) % len(policies)
             plan, planning_ms = plans[index]
             on_policy(step, plan.policy)
-            measured[plan.policy] = _run(session, plan, planning_ms, step)
+            measured[plan.policy] = _run(calibrated, plan, planning_ms, step)
             if index == 0:
                 baseline_gradients = session.gradients.buffer.clone()
         session.gradients.buffer.copy_(baseline_gradients)
@@ -102,7 +105,7 @@ def run_comparison(
         learner.learn_times(_by_rank(measured.values()))
         for policy in policies:
             if policy.tuned:
-                learner.learn_budgets(measured[policy.name].plan)
+                learner.learn_budgets(measured[policy.name].used)
         records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes))
         followed.append(_planned_record(records[-1], measured[policies[-1].name], known, model))
         longest_s = max(longest_s, time.perf_counter() - step_begin)
@@ -193,17 +196,20 @@ def _record(
 
 
 def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
-    router, oracle = plan_coverage(run.plan, partial(_measured, probes, run.plan.block_size)).tolist()
+    probe = probe_record(run.used, probes)
+    assert probe is not None  # every step of a comparison is probed
     return {
         "step_ms": run.step_ms,
         "rank_busy_ms": [result.busy_ms for result in run.results],
         "all_reduce_ms": run.all_reduce_ms,
         "loss": run.loss,
         "grad_norm": run.grad_norm,
-        "coverage": router,
-        "oracle_coverage": oracle,
-        "mean_budget": run.plan.mean_budget,
+        "coverage": probe["router"],
+        "oracle_coverage": probe["oracle"],
+        "probe": probe,
+        "mean_budget": run.used.mean_budget,
         "planning_ms": run.planning_ms,
+        "tune_ms": max(result.tune_ms for result in run.results),
         "predicted_step_ms": run.plan.predicted_step_ms,
         "peak_memory_mb": run.peak_memory_mb,
         "units": [
@@ -212,7 +218,7 @@ def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
                     "lengths": [segment.tokens for segment in unit.segments],
                     "tokens": unit.tokens,
                     "targets": unit.targets,
-                    "budgets": list(unit.budgets),
+                    **budget_record(unit, time_),
                     **chunk_record(unit),
                     "predicted_ms": unit.latency.total_ms,
                     "start_ms": time_.start_ms,
@@ -225,9 +231,3 @@ def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
             for rank, result in zip(run.plan.ranks, run.results, strict=True)
         ],
     }
-
-
-def _measured(probes: Probes, block_size: int, segment: Segment, layer: int, budget: int) -> list[float]:
-    """Measured coverage of a segment at a budget: router, oracle."""
-    probe, full = probes[segment.sample, layer], key_blocks(segment.end, block_size)
-    return [float(at_budgets(curve, full, np.array([budget]))[0]) for curve in (probe.router, probe.oracle)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance.planning.policy import OURS
+from sparsebalance.planning.policy import is_ours
 from sparsebalance.planning.simulator import imbalance
 
 SCHEMA = 1
@@ -67,7 +67,7 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
     """
     ms = {name: np.array([r["policies"][name]["step_ms"] for r in records]) for name in names}
     # Every policy trains the same target tokens in a step, so time per target token compares as time.
-    baselines = [name for name in names if name not in OURS]
+    baselines = [name for name in names if not is_ours(name)]
     best = min(baselines, key=lambda name: float(ms[name].sum()))
     summary = {}
     for name in names:
@@ -105,7 +105,7 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
             "predictor_error": float(np.median(error)),
             "strict": True,
             "tuned": name in tuned,
-            "ours": name in OURS,
+            "ours": is_ours(name),
         }
     return summary, best
 

@@ -30,7 +30,7 @@ from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.hardware import named_device
 from sparsebalance.planning.lengths import Lengths, read_lengths
 from sparsebalance.planning.plan import Topology
-from sparsebalance.planning.policy import CUTTING, named_policy
+from sparsebalance.planning.policy import cuts, named_policy
 from sparsebalance.planning.table_file import load_table
 from sparsebalance.reporting.accounting import print_account
 from sparsebalance.reporting.plan.console import print_choices, print_forecast
@@ -167,7 +167,7 @@ def _forecast(config: PlanConfig, scenario: Scenario, lengths: Lengths, console:
 
 def _account(batches: Batches, variant: Variant, token_cap: int, lengths: Lengths) -> Account:
     """What becomes of the samples in the simulated steps of one variant."""
-    size = variant.scenario.unit_size if variant.policy in CUTTING else None
+    size = variant.scenario.unit_size if cuts(variant.policy) else None
     targets = lengths.targets
     return account(
         plans(batches, variant, token_cap),

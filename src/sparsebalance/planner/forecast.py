@@ -7,20 +7,22 @@ fraction, peak memory and the bound, all over the same global batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sparsebalance.planner.scenario import Scenario
+from sparsebalance.planning.anchor import Anchor
+from sparsebalance.planning.coverage import mean_coverage
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.imbalance import imbalance
 from sparsebalance.planning.lengths import Lengths
 from sparsebalance.planning.plan import Sample, StepPlan
-from sparsebalance.planning.policy import CUTTING, OURS, named_policy, plan_and_timeline
+from sparsebalance.planning.policy import Policy, cuts, is_ours, named_policy, plan_and_timeline, tunes
+from sparsebalance.planning.slack import SlackAim
 from sparsebalance.planning.timeline import Timeline
 
 BASELINE = "random"
-TUNED = ("dst", "sab_dst")  # policies that change what attention reads
 ALIKE = 1.01  # rows whose step times differ by less than this factor take the same time
 TARGET_SHARE = 0.1  # target tokens of a sample whose data does not say: a tenth, at most 1,024
 Batches = Sequence[Sequence[Sample]]
@@ -39,7 +41,8 @@ class Row:
         share_of_bound: time without any bubble / step time; at most 1 where budgets are not tuned.
         peak_memory_mb: of the fullest device. fits: whether it has that much; None where it is not known.
         largest_unit: tokens. units: mean number of micro-batches of a step.
-        mean_budget: blocks. extrapolated: share of units outside of what a measured table covers.
+        mean_budget: blocks. coverage: mean over tokens and layers, by the scenario's curves.
+        extrapolated: share of units outside of what a measured table covers.
     """
 
     policy: str
@@ -60,11 +63,12 @@ class Row:
     largest_unit: int
     units: float
     mean_budget: float
+    coverage: float
     extrapolated: float
 
     @property
     def ours(self) -> bool:
-        return self.policy in OURS
+        return is_ours(self.policy)
 
     @property
     def name(self) -> str:
@@ -74,11 +78,33 @@ class Row:
 
 
 @dataclass(frozen=True)
+class TuningSettings:
+    """How a policy that tunes does so; see `named_policy`."""
+
+    anchor: Anchor = field(default_factory=Anchor)
+    aim: SlackAim = "balance"
+
+
+@dataclass(frozen=True)
 class Variant:
     """A policy with the scenario that it runs in (unit size, schedule)."""
 
     policy: str
     scenario: Scenario
+    tuning: TuningSettings = field(default_factory=TuningSettings)
+
+    def configured(self, token_cap: int) -> Policy:
+        """Raises:
+        InputError: no policy has that name, or see `Policy`.
+        """
+        return named_policy(
+            self.policy,
+            budget=self.scenario.budget,
+            token_cap=token_cap,
+            anchor=self.tuning.anchor,
+            aim=self.tuning.aim,
+            unit_size=self.scenario.unit_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -154,9 +180,9 @@ def forecast(
         if results[0][-1].step_ms > slowest_ms:
             example_step, examples, slowest_ms = number, tuple(planned), results[0][-1].step_ms
         # The least work of any: packing saves fixed costs. Tuned budgets change the work itself.
-        bounds.append(min(steps[-1].work_ms for v, steps in zip(variants, results) if v.policy not in TUNED))
+        bounds.append(min(steps[-1].work_ms for v, steps in zip(variants, results) if not tunes(v.policy)))
     totals = [sum(step.step_ms for step in steps) for steps in results]
-    baselines = [i for i, variant in enumerate(variants) if variant.policy not in OURS]
+    baselines = [i for i, variant in enumerate(variants) if not is_ours(variant.policy)]
     best = min(baselines, key=lambda i: totals[i])
     rows = tuple(
         _row(variant, steps, totals[0] / total, totals[best] / total, sum(bounds))
@@ -196,13 +222,13 @@ class _Step:
     largest: int
     units: int
     budget: float
+    coverage: float
     extrapolated: int
 
 
 def _planned(batch: Sequence[Sample], variant: Variant, token_cap: int) -> tuple[StepPlan, Timeline]:
-    scenario = variant.scenario
-    policy = named_policy(variant.policy, budget=scenario.budget, token_cap=token_cap, unit_size=scenario.unit_size)
-    return plan_and_timeline(batch, scenario.model, scenario.topology, policy, None, scenario.pipeline)
+    scenario, policy = variant.scenario, variant.configured(token_cap)
+    return plan_and_timeline(batch, scenario.model, scenario.topology, policy, scenario.curves, scenario.pipeline)
 
 
 def _step(scenario: Scenario, plan: StepPlan, timeline: Timeline) -> _Step:
@@ -220,6 +246,7 @@ def _step(scenario: Scenario, plan: StepPlan, timeline: Timeline) -> _Step:
         largest=largest.tokens,
         units=len(units),
         budget=plan.mean_budget,
+        coverage=mean_coverage(plan, scenario.curves),
         extrapolated=sum(bool(table.predict(u.segments, u.budgets).extrapolated) for u in units) if table else 0,
     )
 
@@ -240,7 +267,7 @@ def _row(variant: Variant, steps: Sequence[_Step], speedup: float, versus_best: 
     units = sum(step.units for step in steps)
     return Row(
         policy=variant.policy,
-        unit_size=variant.scenario.unit_size if variant.policy in CUTTING else None,
+        unit_size=variant.scenario.unit_size if cuts(variant.policy) else None,
         schedule=variant.scenario.schedule,
         step_ms=float(ms.mean()),
         step_ms_p10=float(np.quantile(ms, 0.1)),
@@ -257,6 +284,7 @@ def _row(variant: Variant, steps: Sequence[_Step], speedup: float, versus_best: 
         largest_unit=max(step.largest for step in steps),
         units=units / len(steps),
         mean_budget=float(np.mean([step.budget for step in steps])),
+        coverage=float(np.mean([step.coverage for step in steps])),
         extrapolated=sum(step.extrapolated for step in steps) / units,
     )
 
@@ -280,9 +308,9 @@ def variants_of(scenario: Scenario, policies: Sequence[str], unit_sizes: Sequenc
     for name in dict.fromkeys(policies):
         if name == BASELINE:
             continue
-        sizes: Sequence[int | None] = unit_sizes if name in CUTTING else (None,)
+        sizes: Sequence[int | None] = unit_sizes if cuts(name) else (None,)
         found += [Variant(name, replace(scenario, unit_size=size)) for size in sizes]
-        if name in CUTTING and scenario.topology.pp > 1 and scenario.schedule == "1f1b":
+        if cuts(name) and scenario.topology.pp > 1 and scenario.schedule == "1f1b":
             found += [
                 Variant(name, replace(scenario, unit_size=size, schedule="zero_bubble")) for size in sizes if size
             ]
@@ -314,7 +342,7 @@ def recommend(rows: Sequence[Row], capacity_mb: float | None) -> Recommendation:
             f"{(capacity_mb or 0) / 1e3:,.1f} GB are usable; its largest unit has {least.largest_unit:,} tokens. "
             "Use smaller units, more stages or tensor ranks, checkpointing, or a larger device"
         )
-    strict = [row for row in fitting if row.policy not in TUNED] or fitting
+    strict = [row for row in fitting if not tunes(row.policy)] or fitting
     ours = min((row for row in strict if row.ours), key=lambda row: row.step_ms, default=None)
     faster = [row for row in strict if not row.ours and (ours is None or ALIKE * row.step_ms < ours.step_ms)]
     row = _fastest(faster or [row for row in strict if row.ours])

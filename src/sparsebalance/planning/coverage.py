@@ -64,6 +64,16 @@ def plan_coverage(plan: StepPlan, covered: Callable[[Segment, int, int], ArrayLi
     return mean
 
 
+def mean_coverage(plan: StepPlan, curves: CoverageCurves) -> float:
+    """Token- and layer-weighted mean coverage of a plan's budgets, by curves."""
+    units = [unit for unit in plan.micro_batches if unit.segments]
+    budgets = np.array([unit.budgets for unit in units])
+    tried, places = np.unique(budgets, return_inverse=True)
+    covered = curves.of_units(budgets.shape[1], [unit.segments for unit in units], tried)
+    chosen = np.take_along_axis(covered, places.reshape(budgets.shape)[:, :, None], 2)[:, :, 0]
+    return float(np.average(chosen.mean(1), weights=[unit.tokens for unit in units]))
+
+
 @dataclass(frozen=True)
 class CoverageCurves:
     """Coverage over budget: per layer and sample where one was measured, else per layer and length range.
@@ -99,21 +109,47 @@ class CoverageCurves:
         steps = self.samples.get(sample)
         return None if steps is None else own_curve(steps, layer)
 
-    def curve_ids(self, layer: int, segments: Sequence[Segment]) -> tuple[int, ...]:
-        """Equal for two layers only if they have the same curves for these segments."""
-        if any(self._own(layer, segment.sample) is not None for segment in segments):
-            return (-1 - layer,)  # a sample's own curves are of one layer each
-        if not self.values:  # one prior for all
-            return ()
-        buckets = {length_bucket(key_blocks(segment.end, self.block_size)) for segment in segments}
-        return tuple(id(self.values.get((layer, bucket))) for bucket in sorted(buckets))
+    def of_units(self, layers: int, units: Sequence[Sequence[Segment]], budgets: NDArray[np.int64]) -> Floats:
+        """[units, layers, len(budgets)] float64: coverage of each micro-batch at `budgets`, mean over its tokens."""
+        # Reading all curves at the same budgets is one matrix product: what np.interp makes of each point of the grid.
+        points = np.eye(len(BUDGET_GRID))
+        read = np.array([np.interp(np.log(budgets), np.log(BUDGET_GRID), point) for point in points])
+        known: dict[tuple[int, int | None], Floats] = {}
 
-    def unit_coverage(self, layer: int, segments: Sequence[Segment], budgets: NDArray[np.int64]) -> Floats:
-        """Token-weighted mean over a micro-batch's segments, [len(budgets)]."""
-        total = np.zeros(len(budgets))
-        for segment in segments:
-            total += segment.tokens * self.coverage(layer, segment.end, budgets, segment.sample)
-        return total / sum(segment.tokens for segment in segments)
+        def at(tokens: int, sample: int) -> Floats:
+            key = key_blocks(tokens, self.block_size), sample if sample in self.samples else None
+            if key not in known:
+                known[key] = self._at(*key, layers, budgets, read)
+            return known[key]
+
+        total = np.zeros((len(units), layers, len(budgets)))
+        for place, unit in enumerate(units):
+            for segment in unit:
+                covered = segment.end * at(segment.end, segment.sample)
+                if segment.start:
+                    # What the queries up to its end cover, less what those before it do: chunks add up to their sample.
+                    covered = covered - segment.start * at(segment.start, segment.sample)
+                total[place] += np.clip(covered, 0.0, segment.tokens)
+            total[place] /= sum(segment.tokens for segment in unit)
+        return total
+
+    def _at(self, blocks: int, sample: int | None, layers: int, budgets: NDArray[np.int64], read: Floats) -> Floats:
+        """[layers, len(budgets)] coverage of one segment."""
+        prior: Floats = np.minimum(budgets / blocks, 1.0) ** PRIOR_EXPONENT
+        found = np.repeat(prior[None], layers, axis=0)
+        bucket = length_bucket(blocks)
+        own = None if sample is None else self.samples[sample]
+        curves: dict[int, Floats] = {}
+        for layer in range(layers):
+            curve = None if own is None else own_curve(own, layer)
+            if curve is None:
+                curve = self.values.get((layer, bucket))
+            if curve is not None:
+                curves[layer] = curve
+        if curves:
+            measured = np.minimum(np.array(list(curves.values())) @ read, 1.0)
+            found[list(curves)] = np.where(budgets >= blocks, 1.0, measured)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible; numbers survive exactly."""

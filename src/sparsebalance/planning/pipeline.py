@@ -69,9 +69,19 @@ def simulate_plan(
     Raises:
         InputError: more stages than layers; or chunked samples under the interleaved schedule.
     """
+    return simulate(rank_pipelines(ranks, model, topology, pipeline), pipeline.network)
+
+
+def rank_pipelines(
+    ranks: Sequence[Sequence[MicroBatch]], model: LatencyModel, topology: Topology, pipeline: PipelineModel
+) -> list[Pipeline]:
+    """[dp], what `simulate_plan` simulates.
+
+    Raises:
+        InputError: see `simulate_plan`.
+    """
     stages = split_layers(model.layers, pipeline.stages(topology))
-    pipelines = [_one_rank(units, model, model.rank_factor(rank), stages, pipeline) for rank, units in enumerate(ranks)]
-    return simulate(pipelines, pipeline.network)
+    return [_one_rank(units, model, model.rank_factor(rank), stages, pipeline) for rank, units in enumerate(ranks)]
 
 
 def simulate_rank(

@@ -91,6 +91,28 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
+class OnlineTuning:
+    """How a micro-batch's budgets follow its own routing scores while it runs; `MicroBatch.budgets` are then wishes.
+
+    Attributes:
+        default: budget whose coverage all others are compared with, in blocks.
+        threshold: most that tuning may change a layer's coverage, as estimated from the layer's own scores.
+        min_budget, max_budget: limits in blocks.
+        price: coverage that a millisecond of attention must bring in a layer ("share": layers share out the time
+            that the plan gave to the micro-batch); None keeps the wishes, as far as `threshold` allows ("clamp").
+        attention_ms: [len(BUDGET_GRID)] predicted milliseconds of one attention layer of this micro-batch, forward and
+            backward, at BUDGET_GRID; empty where no price is given.
+    """
+
+    default: int
+    threshold: float
+    min_budget: int
+    max_budget: int
+    price: float | None = None
+    attention_ms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """A work unit: what one forward call processes, a packed row of segments.
 
@@ -101,12 +123,14 @@ class MicroBatch:
         budgets: attention budget (key blocks per query, own block included) per layer, for all its segments.
         latency: predicted milliseconds, a recomputed forward included.
         recompute: a chunk whose forward keeps nothing but keys and values; it runs again before its backward.
+        online: set where budgets are tuned while it runs.
     """
 
     segments: tuple[Segment, ...]
     budgets: tuple[int, ...]
     latency: Latency
     recompute: bool = False
+    online: OnlineTuning | None = None
 
     @property
     def tokens(self) -> int:
@@ -115,6 +139,10 @@ class MicroBatch:
     @property
     def targets(self) -> int:
         return sum(segment.targets for segment in self.segments)
+
+
+Ranks = tuple[tuple[MicroBatch, ...], ...]
+"""[data-parallel rank][execution order]"""
 
 
 def chain_lengths(units: Sequence[Sequence[Segment]]) -> tuple[int, ...]:

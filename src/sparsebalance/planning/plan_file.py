@@ -20,11 +20,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.plan import Latency, MicroBatch, Segment, StepPlan, Topology
+from sparsebalance.planning.plan import Latency, MicroBatch, OnlineTuning, Segment, StepPlan, Topology
 
 SCHEMA = 1
 Decode = Callable[[Any], Any]
-KINDS = (StepPlan, Topology, MicroBatch, Segment, Latency)
+KINDS = (StepPlan, Topology, MicroBatch, Segment, Latency, OnlineTuning)
 _PLAIN: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), str: (str,), bool: (bool,)}
 SHORT = 64  # characters of a part of a key; longer texts are kept as their fingerprint
 
@@ -281,7 +281,8 @@ def _decoder_of(header: Any, path: Path, key: PlanKey) -> Callable[[Any], StepPl
 
 
 def _decoder(kind: Any, names: Mapping[str, Sequence[str]]) -> Decode:
-    """What turns JSON into a value of that annotation: a dataclass, a tuple of any length, or a plain value.
+    """What turns JSON into a value of that annotation: a dataclass, a tuple of any length, a plain value, or one of
+    these or None.
 
     Args:
         names: of every dataclass's fields in the order of the file; one that the file lacks keeps its default.
@@ -290,6 +291,8 @@ def _decoder(kind: Any, names: Mapping[str, Sequence[str]]) -> Decode:
         return _dataclass_decoder(kind, names)
     if get_origin(kind) is tuple:
         return _tuple_decoder(_decoder(get_args(kind)[0], names))
+    if type(None) in get_args(kind):
+        return _optional_decoder(_decoder(get_args(kind)[0], names))
     return _plain_decoder(_PLAIN[kind])
 
 
@@ -316,6 +319,13 @@ def _tuple_decoder(read: Decode) -> Decode:
         if type(value) is not list:
             raise ValueError(f"{value!r:.40} is no list")
         return tuple([read(item) for item in value])
+
+    return decode
+
+
+def _optional_decoder(read: Decode) -> Decode:
+    def decode(value: Any) -> Any:
+        return None if value is None else read(value)
 
     return decode
 

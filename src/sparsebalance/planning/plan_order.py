@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.pipeline import PipelineModel, simulate_rank
-from sparsebalance.planning.plan import MicroBatch, Topology, chain_lengths
+from sparsebalance.planning.plan import MicroBatch, Ranks, Topology, chain_lengths
 
 SIMULATED_UNITS = 1024  # most units in all orders that are tried; a large plan keeps its order
 
-Ranks = tuple[tuple[MicroBatch, ...], ...]
 Chain = tuple[MicroBatch, ...]  # the chunks of a sample, or one other unit
 
 

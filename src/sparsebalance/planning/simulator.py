@@ -7,7 +7,8 @@ In: per data-parallel rank a `Pipeline` (its schedule and what each action costs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,6 +129,7 @@ class Pipeline:
         schedule, chains: see `schedule.py`.
         costs: for all stages and the units of `chains`.
         unit_mb: [units] float64, size of what one stage sends to the next. Zeros if not given.
+        program: the schedule compiled, where it is at hand already.
 
     Raises:
         InputError: the numbers of units differ, or a size is negative or not finite.
@@ -137,6 +139,15 @@ class Pipeline:
     chains: tuple[int, ...]
     costs: StageCosts
     unit_mb: Floats = field(default_factory=_nothing)
+    program: Program | None = None
+
+    def compiled(self) -> Self:
+        """The same with its program, for simulating one schedule under many costs.
+
+        Raises:
+            InputError: see `check_schedule`.
+        """
+        return replace(self, program=compile_schedule(self.schedule, self.chains, self.costs.stages))
 
     def __post_init__(self) -> None:
         units = self.costs.units
@@ -219,7 +230,9 @@ def _by_program(pipelines: Sequence[Pipeline]) -> dict[Program, list[int]]:
     groups: dict[Program, list[int]] = {}
     for rank, pipeline in enumerate(pipelines):
         key = (id(pipeline.schedule), pipeline.chains)
-        if key not in compiled:
+        if pipeline.program is not None:
+            compiled[key] = pipeline.program
+        elif key not in compiled:
             compiled[key] = compile_schedule(pipeline.schedule, pipeline.chains, pipeline.costs.stages)
         groups.setdefault(compiled[key], []).append(rank)
     return groups

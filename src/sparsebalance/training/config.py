@@ -10,9 +10,12 @@ from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from sparsebalance.planning.budgets import AnchorKind
+from sparsebalance.planning.anchor import AnchorKind, AnchorLevel
+from sparsebalance.planning.budget_schedule import ScheduleKind
+from sparsebalance.planning.budgets import Timing
 from sparsebalance.planning.composition import Tail
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.slack import SlackAim
 from sparsebalance.planning.units import check_unit_size
 from sparsebalance.planning.work import Granularity
 
@@ -82,6 +85,10 @@ class AttentionConfig:
     Attributes:
         block_size: keys per block.
         budget: default attention budget in blocks, own block included.
+        schedule: of the default budget over the run: "constant", or it goes from `start_budget` to `budget` in
+            `schedule_steps` steps, "linear" or "cosine", so that a model made for dense attention can settle.
+        start_budget: blocks of the first step; "dense" reads everything.
+        schedule_steps: steps after which `budget` holds; half of the run where unset.
         granularity: "token": every query routes for itself (MoBA's definition); "block": one choice for a
             block of queries, faster.
         probe_every: steps between coverage measurements; 0 never measures.
@@ -91,6 +98,9 @@ class AttentionConfig:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     block_size: int = 64
     budget: int = 8
+    schedule: ScheduleKind = "constant"
+    start_budget: int | Literal["dense"] = "dense"
+    schedule_steps: int | None = None
     granularity: Granularity = "token"
     probe_every: int = 10
     probe_rows: int = 16
@@ -101,7 +111,8 @@ class BalanceConfig:
     """What SparseBalance decides.
 
     Attributes:
-        policy: `sab_dst` (recommended), `sab`, `dst`, or a baseline's name.
+        policy: `sab_dst` (recommended), `sab`, `dst`, a baseline's name, or a batching rule and a tuning joined by +:
+            anchor, slack, waterfill or slack_waterfill, as in `kk_tokens+anchor`.
         token_cap: most tokens of a micro-batch; a longer sample has to run in chunks.
         unit_size: tokens of a micro-batch of `sab`, `sab_dst` and `dense_chunks`: longer samples run in chunks,
             shorter ones are packed; "whole" never cuts; "auto" takes what is predicted fastest for the first steps.
@@ -113,8 +124,14 @@ class BalanceConfig:
         window: steps of the look-ahead window.
         window_ranks: data-parallel ranks that a window's steps are made for; parallel.dp where unset. A run that
             goes on with another number of ranks keeps the first one's.
-        anchor: latency that dynamic sparsity tuning moves micro-batches towards, of those of the step.
-        threshold: most that tuning may change a micro-batch's coverage.
+        anchor: latency that the published tuning moves micro-batches towards, of those of the step.
+        level: "layer": that tuning bounds and chooses layer by layer; "global": one budget for all layers, and their mean
+            coverage is bounded.
+        aim: step time that the other tunings want: "hold" turns idle time into coverage; "balance" is as fast as can
+            at no less coverage than the default budgets'; "fast" as fast as `threshold` allows.
+        timing: "planned": budgets come with the plan, from coverage measured before; "online": each layer follows its
+            own routing scores while it runs, towards the plan's targets.
+        threshold: most that tuning may change (all but the published one: lower) a layer's coverage.
         min_budget: fewest blocks that tuning may give.
         max_budget: most blocks that it may give; 4 times the default budget where unset.
         correction: measured times correct the latency table while training, so that a rank that gets slower is
@@ -134,6 +151,9 @@ class BalanceConfig:
     window: int = 16
     window_ranks: int | None = None
     anchor: AnchorKind = "mean"
+    level: AnchorLevel = "layer"
+    aim: SlackAim = "balance"
+    timing: Timing = "planned"
     threshold: float = 0.1
     min_budget: int = 1
     max_budget: int | None = None
@@ -297,6 +317,8 @@ def check_config(config: RunConfig) -> None:
         "data.target_tokens": config.data.target_tokens,
         "balance.keep_chunks": config.balance.keep_chunks,
         "balance.window_ranks": config.balance.window_ranks,
+        "attention.schedule_steps": config.attention.schedule_steps,
+        "attention.start_budget": None if config.attention.start_budget == "dense" else config.attention.start_budget,
     }
     for name, wished in optional.items():
         if wished is not None and wished < 1:

@@ -21,7 +21,7 @@ from sparsebalance.planning.hardware import named_device
 from sparsebalance.planning.latency import RooflineModel
 from sparsebalance.planning.memory import StageLayers
 from sparsebalance.planning.plan import MicroBatch, chain_lengths
-from sparsebalance.planning.policy import CUTTING, Policy, plan_step
+from sparsebalance.planning.policy import Policy, cuts, plan_step
 from sparsebalance.profiling.memory import PeakMemory, memory_in_use
 from sparsebalance.reporting.progress import progress_bars
 from sparsebalance.training.config import RunConfig
@@ -80,7 +80,7 @@ def dry_run(config: RunConfig, ranks: Ranks, console: Console) -> dict[str, Any]
         "static_measured_mb": static_mb,
         "units": rows,
     }
-    if config.balance.unit_size == "auto" and policy.name in CUTTING:
+    if config.balance.unit_size == "auto" and cuts(policy.name):
         size = "whole samples" if policy.unit_size is None else f"{policy.unit_size:,} tokens"
         console.print(f"unit size: {size}, the largest that fits; the run takes the fastest of it and smaller ones")
     _print(console, result)

@@ -1,7 +1,7 @@
 """What earlier steps taught, for planning later ones: coverage curves, budgets given, how far the table is off.
 
 In: plans with what was measured under them, the same on every rank. Out: `Feedback`, frozen, which together with
-the step number is all that a plan depends on.
+the step number is all that a plan and its tuning online depend on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
+
+from sparsebalance.attention.probe import CoverageProbe
+from sparsebalance.planning.calibration import UNCALIBRATED, Calibration, Calibrator
 from sparsebalance.planning.correction import CorrectedModel, Correction, Observation
 from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator
 from sparsebalance.planning.expected import BudgetEstimator, GivenBudgets, LayerBudgets
@@ -24,11 +28,13 @@ class Feedback:
     curves: coverage over budget, as measured so far.
     correction: factors of the latency table's terms and of the ranks.
     budgets: policy name -> what its plans gave so far; policies place and tune differently, so each learns alone.
+    calibration: from coverage as estimated while a step runs to measured coverage.
     """
 
     curves: CoverageCurves
     correction: Correction
     budgets: Mapping[str, GivenBudgets] = field(default_factory=dict)
+    calibration: Calibration = UNCALIBRATED
 
     def expected(self, policy: str, samples: Sequence[Sample]) -> dict[int, LayerBudgets]:
         """Sample id -> blocks per layer that the policy is expected to give it, where anything is known of that."""
@@ -44,6 +50,7 @@ class Feedback:
             "curves": self.curves.state_dict(),
             "correction": self.correction.state_dict(),
             "budgets": {policy: given.state_dict() for policy, given in self.budgets.items()},
+            "calibration": self.calibration.state_dict(),
         }
 
     @classmethod
@@ -52,6 +59,7 @@ class Feedback:
             CoverageCurves.from_state_dict(state["curves"]),
             Correction.from_state_dict(state["correction"]),
             {policy: GivenBudgets.from_state_dict(given) for policy, given in state["budgets"].items()},
+            Calibration.from_state_dict(state["calibration"]),
         )
 
 
@@ -66,42 +74,57 @@ class Learner:
         """
         self.model = model
         self._estimator = CoverageEstimator(model.block_size)
+        self._calibrator = Calibrator()
         self._budgets: dict[str, BudgetEstimator] = {}
         self._correction = correction if correcting else Correction((1.0,) * len(correction.ranks))
         self._correcting = correcting
 
     def feedback(self) -> Feedback:
         budgets = {policy: estimator.given() for policy, estimator in self._budgets.items()}
-        return Feedback(self._estimator.curves(), self._correction, budgets)
+        return Feedback(self._estimator.curves(), self._correction, budgets, self._calibrator.calibration())
 
     def corrected(self, feedback: Feedback) -> LatencyModel:
         """The model that a plan with this feedback is made by."""
         return CorrectedModel(self.model, feedback.correction)
 
     def learn_coverage(self, plan: StepPlan, probes: Probes) -> None:
-        """In an order that is the same on every rank."""
+        """Coverage curves, and how far estimates are off; in an order that is the same on every rank."""
         lengths = {s.sample: s.sample_length for unit in plan.micro_batches for s in unit.segments}
-        curves: dict[int, dict[int, tuple[float, ...]]] = {}
-        for (sample, layer), probe in sorted(probes.items()):
-            curves.setdefault(sample, {})[layer] = probe.router
-        for sample, layers in curves.items():
+        by_sample: dict[int, dict[int, tuple[float, ...]]] = {}
+        by_layer: dict[int, list[tuple[CoverageProbe, int]]] = {}
+        for sample, layer in sorted(probes):
+            probe = probes[sample, layer]
+            by_sample.setdefault(sample, {})[layer] = probe.router
+            by_layer.setdefault(layer, []).append((probe, lengths[sample]))
+        for sample, layers in by_sample.items():
             self._estimator.update_sample(sample, lengths[sample], layers)
+        for layer, measured in by_layer.items():
+            self._calibrator.update(
+                layer,
+                estimated=np.array([probe.estimated for probe, _ in measured]),
+                router=np.array([probe.router for probe, _ in measured]),
+                tokens=np.array([tokens for _, tokens in measured], dtype=np.float64),
+            )
 
     def learn_budgets(self, plan: StepPlan) -> None:
-        """What a tuned policy gave in a step; of one whose budgets are fixed there is nothing to learn."""
+        """What a tuned policy gave in a step; of one whose budgets are fixed there is nothing to learn.
+
+        Args:
+            plan: with the budgets that were really used, see `sparsebalance.training.engine.as_run`.
+        """
         if plan.policy not in self._budgets:
             self._budgets[plan.policy] = BudgetEstimator(self.model.block_size)
         self._budgets[plan.policy].update(plan)
 
     def learn_times(self, step: Sequence[Sequence[tuple[MicroBatch, UnitTime]]]) -> None:
         """Args:
-        step: per rank, its micro-batches and what they took.
+        step: per rank, its micro-batches and what they took; predicted at the budgets that they really used.
         """
         if self._correcting:
             self._correction = self._correction.updated(
                 [
                     [
-                        Observation(unit_terms(self.model, unit).total_ms(), time.terms)
+                        Observation(unit_terms(self.model, replace(unit, budgets=time.budgets)).total_ms(), time.terms)
                         for unit, time in units
                         if unit.segments
                     ]
@@ -113,6 +136,7 @@ class Learner:
         return {
             "estimator": self._estimator.state_dict(),
             "correction": self._correction.state_dict(),
+            "calibration": self._calibrator.state_dict(),
             "budgets": {policy: estimator.state_dict() for policy, estimator in self._budgets.items()},
         }
 
@@ -121,6 +145,7 @@ class Learner:
         InputError: the state was saved under another block size.
         """
         self._estimator.load_state_dict(state["estimator"])
+        self._calibrator.load_state_dict(state["calibration"])
         self._correction = Correction.from_state_dict(state["correction"]).on_ranks(len(self._correction.ranks))
         self._budgets = {}
         for policy, saved in state["budgets"].items():

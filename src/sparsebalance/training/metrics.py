@@ -15,6 +15,10 @@ class StepRecord:
     """One training step, the same on every rank. Times in milliseconds, all measured but the predicted ones.
 
     Attributes:
+        tune_ms: of the rank that spent most on tuning budgets online.
+        mean_budget, coverage: at the budgets that were really used, coverage by the estimator's curves.
+        probe: measured coverage at the budgets really used, see `sparsebalance.training.records.probe_record`; None
+            in steps without a probe.
         rank_factors, term_factors: online correction with which the step was planned.
         workers: every micro-batch as planned and as measured, see `sparsebalance.training.records`.
     """
@@ -31,8 +35,10 @@ class StepRecord:
     imbalance_rank: float
     predicted_step_ms: float
     planning_ms: float
+    tune_ms: float
     mean_budget: float
     coverage: float | None
+    probe: dict[str, float] | None
     rank_factors: list[float]
     term_factors: dict[str, float]
     workers: list[dict[str, Any]]

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
+from sparsebalance.planning.coverage import at_budgets, plan_coverage
 from sparsebalance.planning.latency import LatencyModel, unit_terms
-from sparsebalance.planning.plan import MicroBatch, StepPlan, chain_lengths
-from sparsebalance.training.engine import RankResult, UnitTime
+from sparsebalance.planning.plan import MicroBatch, Segment, StepPlan, chain_lengths
+from sparsebalance.planning.work import key_blocks
+from sparsebalance.training.engine import Probes, RankResult, UnitTime
 
 
 def worker_records(
@@ -43,7 +47,7 @@ def _units(
                 "lengths": [segment.tokens for segment in unit.segments],
                 "tokens": unit.tokens,
                 "targets": unit.targets,
-                "budgets": list(unit.budgets),
+                **budget_record(unit, time),
                 **chunk_record(unit),
                 "planned": {
                     "start_ms": start_ms,
@@ -57,11 +61,37 @@ def _units(
                     "backward_start_ms": time.backward_start_ms,
                     "forward_ms": time.forward_ms,
                     "backward_ms": time.backward_ms,
+                    "tune_ms": time.tune_ms,
                     "terms": time.terms if unit.segments else dict.fromkeys(terms, 0.0),
                 },
             }
         )
     return records
+
+
+def budget_record(unit: MicroBatch, time: UnitTime) -> dict[str, Any]:
+    """Budgets per layer that the unit really used, and what the plan wished where they were tuned online."""
+    wishes = {} if unit.online is None else {"planned_budgets": list(unit.budgets)}
+    return {"budgets": list(time.budgets), **wishes}
+
+
+def probe_record(plan: StepPlan, probes: Probes) -> dict[str, float] | None:
+    """Coverage measured in a step, at the plan's budgets, mean over tokens and layers; None where nothing was probed.
+
+    Returns:
+        `estimated`: by the router's scores alone, not calibrated; `router`: by its choice; `oracle`: by the best
+        choice; `regret`: oracle - router.
+    """
+    if not probes:
+        return None
+
+    def covered(segment: Segment, layer: int, budget: int) -> list[float]:
+        probe, full = probes[segment.sample, layer], key_blocks(segment.end, plan.block_size)
+        curves = (probe.estimated, probe.router, probe.oracle)
+        return [float(at_budgets(curve, full, np.array([budget]))[0]) for curve in curves]
+
+    estimated, router, oracle = plan_coverage(plan, covered).tolist()
+    return {"estimated": estimated, "router": router, "oracle": oracle, "regret": oracle - router}
 
 
 def chunk_record(unit: MicroBatch) -> dict[str, Any]:

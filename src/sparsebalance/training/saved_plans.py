@@ -56,6 +56,7 @@ def saved_plans(session: Session, policy: Policy, table: LatencyTable, pipeline:
         latency=table,
         tail=batches.tail,
         pipeline=pipeline,
+        budgets=session.budgets,
     )
     path = config.balance.plans
     return SavedPlans(path, key, load_plans(path, key) if path is not None and path.exists() else {})

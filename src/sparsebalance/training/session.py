@@ -10,18 +10,21 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sparsebalance.planning.budgets import Anchor
+from sparsebalance.planning.anchor import Anchor
+from sparsebalance.planning.budget_schedule import BudgetSchedule
+from sparsebalance.planning.calibration import Calibration
 from sparsebalance.planning.composition import ByTargetTokens, Composition, GroupByLength, Window, in_order
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.pipeline import PipelineModel
 from sparsebalance.planning.plan import Sample, StepPlan, Topology
-from sparsebalance.planning.policy import CUTTING, Policy, named_policy, plan_step
+from sparsebalance.planning.policy import Policy, cuts, named_policy, plan_step
 from sparsebalance.planning.simulator import Network
 from sparsebalance.planning.table import Identity, LatencyTable
 from sparsebalance.planning.table_file import check_same_identity, load_table
 from sparsebalance.planning.unit_size import fastest_unit_size, unit_sizes
 from sparsebalance.planning.units import check_cap
+from sparsebalance.planning.work import key_blocks
 from sparsebalance.profiling.measure import Progress, measure
 from sparsebalance.profiling.network import measure_network
 from sparsebalance.training import token_cache
@@ -67,6 +70,18 @@ class Session:
         reduce_ms = table.network.all_reduce.ms(megabytes) if table.network and self.ranks.world > 1 else 0.0
         return PipelineModel(network=Network(all_reduce_ms=reduce_ms))
 
+    @property
+    def budgets(self) -> BudgetSchedule:
+        """Default budget by step."""
+        attention = self.config.attention
+        if attention.schedule == "constant":
+            return BudgetSchedule("constant", attention.budget, attention.budget, 0)
+        start = attention.start_budget
+        if start == "dense":
+            start = key_blocks(max(sample.length for sample in self.batches.samples), attention.block_size)
+        steps = self.config.steps // 2 if attention.schedule_steps is None else attention.schedule_steps
+        return BudgetSchedule(attention.schedule, start, attention.budget, steps)
+
     def latency_table(self, progress: Progress | None = None) -> tuple[LatencyTable, tuple[float, ...]]:
         """The configured table, checked; or one measured now, on all ranks at once as they will run.
 
@@ -88,7 +103,7 @@ class Session:
                 max(sample.length for sample in self.batches.samples),
                 self.memory_mb,
             ),
-            max_budget=2 * self.config.attention.budget,
+            max_budget=max(2 * self.config.attention.budget, self.budgets.at(0)),
             limit_s=self.config.balance.measure_s,
             progress=progress,
             gather=self.ranks.gather,
@@ -106,6 +121,10 @@ class Session:
             return plan_step(samples, model, self.topology, configured_policy(self.config, name, size))
 
         return configured_policy(self.config, name, fastest_unit_size(steps, sizes, plan))
+
+    def calibrated(self, calibration: Calibration) -> Session:
+        """The same, but micro-batches that are tuned while they run read their scores by this calibration."""
+        return replace(self, engine=replace(self.engine, calibration=calibration))
 
     def run(self, plan: StepPlan, where: str, probe_rows: int = 0) -> tuple[RankResult, float, float]:
         """This rank's part of a plan and the gradient all-reduce.
@@ -166,6 +185,7 @@ def configured_policy(config: RunConfig, name: str, unit_size: int | None = None
     balance = config.balance
     anchor = Anchor(
         kind=balance.anchor,
+        level=balance.level,
         threshold=balance.threshold,
         min_budget=balance.min_budget,
         max_budget=balance.max_budget,
@@ -175,6 +195,8 @@ def configured_policy(config: RunConfig, name: str, unit_size: int | None = None
         budget=config.attention.budget,
         token_cap=balance.token_cap,
         anchor=anchor,
+        aim=balance.aim,
+        timing=balance.timing,
         unit_size=unit_size,
         keep_chunks=balance.keep_chunks,
     )
@@ -189,7 +211,7 @@ def possible_unit_sizes(
         InputError: a sample is over the cap and the policy does not cut, or nothing fits in memory.
     """
     wished, cap = config.balance.unit_size, config.balance.token_cap
-    if policy not in CUTTING or wished == "whole":
+    if not cuts(policy) or wished == "whole":
         check_cap(samples, cap)
         sizes: list[int | None] = [None]
     elif wished == "auto":

@@ -9,6 +9,7 @@ boundaries by itself, from cu_seq_lens, a padding mask or restarting position id
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from sparsebalance.attention.clock import TermClock
 from sparsebalance.attention.cpu import attend
-from sparsebalance.attention.interface import BlockSelection, PackedLayout, budget_per_segment
+from sparsebalance.attention.estimate import estimated_coverage
+from sparsebalance.attention.interface import BlockSelection, PackedLayout, RoutingScores, budget_per_segment
 from sparsebalance.attention.moba import MoBARouter
+from sparsebalance.attention.online import OnlineBudgets
 from sparsebalance.attention.probe import CoverageProbe, probe_coverage
 from sparsebalance.attention.state import LayerState, SampleState
+from sparsebalance.planning.calibration import UNCALIBRATED, Calibration
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import OnlineTuning
 from sparsebalance.planning.work import Granularity
 
 IMPLEMENTATION = "sparsebalance"
@@ -39,11 +44,17 @@ class SparseContext:
         budgets: per layer, one budget for the row or one for each segment ([segments]).
         router: chooses blocks.
         keep_selections: remember each layer's selection, so that a recompute under activation
-            checkpointing attends the same blocks.
+            checkpointing attends the same blocks. Budgets tuned online are always kept: a second choice would
+            spend a layer's time twice.
         probe_rows: queries per segment on which coverage is measured; 0 measures nothing.
         probes: layer -> one probe per segment, filled while running.
-        clock: collects how long routing, attention and probing take.
+        clock: collects how long routing, attention, probing and tuning take.
         state: keys and values of the sample's earlier chunks, where the row is a chunk.
+        name: of the micro-batch, for error messages.
+        online: how budgets follow the scores; `budgets` are then wishes, one number per layer.
+        calibration: of estimated coverage, for tuning online.
+        used: layer -> the budget really used, filled while running; 0-d tensors where tuned online.
+        estimated: layer -> estimated coverage [Hk, len(BUDGET_GRID)], not calibrated; filled where tuned online.
     """
 
     layout: PackedLayout
@@ -54,15 +65,26 @@ class SparseContext:
     probes: dict[int, list[CoverageProbe]] = field(default_factory=dict)
     clock: TermClock = field(default_factory=TermClock)
     state: SampleState | None = None
+    name: str = "a row"
+    online: OnlineTuning | None = None
+    calibration: Calibration = UNCALIBRATED
+    used: dict[int, BudgetLike] = field(default_factory=dict)
+    estimated: dict[int, Tensor] = field(default_factory=dict)
     _selections: dict[int, BlockSelection] = field(default_factory=dict)
+    _tuner: OnlineBudgets | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]; of a chunk, k and v are its own tokens'."""
+        """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]; of a chunk, k and v are its own tokens'.
+
+        Raises:
+            InputError: a query or key is NaN or infinite.
+        """
         state = None if self.state is None else self.state.layer(layer, k, v)
         selection = self._selections.get(layer)
         if selection is None:
-            selection = self._select(layer, q, k, v, state)
-            if self.keep_selections:
+            self._check_finite(layer, q, k)
+            selection = self._select(layer, q, k, v, state, scale)
+            if self.keep_selections or self.online is not None:
                 self._selections[layer] = selection
             if self.probe_rows:
                 with self.clock.measure("probe"):
@@ -70,14 +92,43 @@ class SparseContext:
                     self.probes[layer] = probe_coverage(q, keys, self.layout, self.router, self.probe_rows, scale)
         return attend(q, k, v, selection, self.layout, scale, self.clock, state)[0]
 
-    def _select(self, layer: int, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None) -> BlockSelection:
+    def _select(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, state: LayerState | None, scale: float | None
+    ) -> BlockSelection:
         with self.clock.measure("router"):
-            budget = budget_per_segment(self.budgets[layer], self.layout)
             if state is None:
-                return self.router.select(self.router.score(q, k, self.layout), budget)
-            state.write(self.layout.tokens_k - self.layout.tokens_q, k, v)
-            means = state.means[: self.layout.key_blocks[0]]
-            return self.router.select(self.router.score_means(q, means, self.layout), budget)
+                scores = self.router.score(q, k, self.layout)
+            else:
+                state.write(self.layout.tokens_k - self.layout.tokens_q, k, v)
+                scores = self.router.score_means(q, state.means[: self.layout.key_blocks[0]], self.layout)
+        budget = self.budgets[layer]
+        if self.online is not None:
+            with self.clock.measure("tune"):
+                budget = self._tuned(layer, int(budget), scores, self.online, scale)  # type: ignore[arg-type]
+        self.used[layer] = budget
+        with self.clock.measure("router"):
+            return self.router.select(scores, budget_per_segment(budget, self.layout))
+
+    def _tuned(self, layer: int, wish: int, scores: RoutingScores, online: OnlineTuning, scale: float | None) -> Tensor:
+        if self._tuner is None:
+            blocks = max(self.layout.key_blocks)
+            self._tuner = OnlineBudgets(online, blocks, self.calibration, scores.keys.device)
+        scale = scores.keys.shape[-1] ** -0.5 if scale is None else scale
+        self.estimated[layer] = estimated_coverage(scores, scale)
+        return self._tuner.choose(layer, wish, self.estimated[layer])
+
+    @torch.no_grad()
+    def _check_finite(self, layer: int, q: Tensor, k: Tensor) -> None:
+        # NaN and infinity survive a sum; so may an overflow of finite values: only then all values are looked at.
+        if math.isfinite(float(q.sum(dtype=torch.float32) + k.sum(dtype=torch.float32))):
+            return
+        for what, values in (("queries", q), ("keys", k)):
+            wrong = values.numel() - int(values.isfinite().sum())
+            if wrong:
+                raise InputError(
+                    f"layer {layer} of {self.name}: {wrong:,} of {values.numel():,} values of the {what} are NaN or "
+                    "infinite, but routing needs finite ones; lower optimizer.lr, or resume from an earlier checkpoint"
+                )
 
 
 def activate(model: PreTrainedModel, block_size: int, budget: int, granularity: Granularity) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsebalance.planning.correction import Correction
-from sparsebalance.planning.coverage import plan_coverage
+from sparsebalance.planning.coverage import mean_coverage
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import StepPlan
 from sparsebalance.planning.policy import Policy, plan_step
@@ -25,11 +24,11 @@ from sparsebalance.profiling.measure import Progress
 from sparsebalance.training import checkpoint
 from sparsebalance.training.books import Books, DataBooks
 from sparsebalance.training.config import OptimizerConfig, RunConfig
-from sparsebalance.training.engine import RankResult, merged
+from sparsebalance.training.engine import RankResult, as_run, merged
 from sparsebalance.training.feedback import Feedback, Learner
 from sparsebalance.training.metrics import MetricsFile, StepRecord
 from sparsebalance.training.parallel import Ranks
-from sparsebalance.training.records import worker_records
+from sparsebalance.training.records import probe_record, worker_records
 from sparsebalance.training.sampler import PlanAhead
 from sparsebalance.training.saved_plans import saved_plans
 from sparsebalance.training.session import Session, configured_policy, open_session
@@ -90,7 +89,8 @@ def train(
         plan = saved.plans.get(step)
         if plan is None:
             model, expected = learner.corrected(known), known.expected(policy.name, samples)
-            plan = plan_step(samples, model, session.topology, policy, known.curves, pipeline, expected)
+            now = replace(policy, budget=session.budgets.at(step))
+            plan = plan_step(samples, model, session.topology, now, known.curves, pipeline, expected)
         plan.validate(samples, config.balance.token_cap)
         return plan
 
@@ -107,7 +107,7 @@ def train(
                 planner.prepare(step + 1, feedback)
             session.check_same_plan(plan)
             books.add(step, plan)
-            measured = run_plan(session, plan, step)
+            measured = run_plan(session.calibrated(planned_with.calibration), plan, step)
             record = finish_step(
                 session, optimizer, learner, step, plan, planned_with, measured, planning_ms, policy.tuned
             )
@@ -159,10 +159,11 @@ def finish_step(
         )
     rate = learning_rate(session.config.optimizer, step, session.config.steps)
     update(optimizer, rate)
-    learner.learn_coverage(plan, merged(result.probes for result in results))
+    used, probes = as_run(plan, results), merged(result.probes for result in results)
+    learner.learn_coverage(plan, probes)
     learner.learn_times([list(zip(units, result.units)) for units, result in zip(plan.ranks, results)])
     if tuned:
-        learner.learn_budgets(plan)
+        learner.learn_budgets(used)
     curves, correction = learner.feedback().curves, planned_with.correction
     return StepRecord(
         step=step,
@@ -177,13 +178,11 @@ def finish_step(
         imbalance_rank=imbalance([[ms] for ms in busy]).rank,
         predicted_step_ms=plan.predicted_step_ms,
         planning_ms=planning_ms,
-        mean_budget=plan.mean_budget,
+        tune_ms=max(result.tune_ms for result in results),
+        mean_budget=used.mean_budget,
         # By the estimator's curves; nothing to say before anything was measured.
-        coverage=float(
-            plan_coverage(plan, lambda s, layer, k: curves.coverage(layer, s.end, np.array([k]), s.sample)[0])
-        )
-        if curves.values
-        else None,
+        coverage=mean_coverage(used, curves) if curves.values else None,
+        probe=probe_record(used, probes),
         rank_factors=list(correction.ranks),
         term_factors=dict(correction.terms),
         workers=worker_records(plan, learner.corrected(planned_with), results, reduce_ms),

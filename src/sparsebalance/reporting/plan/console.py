@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsebalance.planner.forecast import Forecast, Recommendation, Row
+from sparsebalance.planner.scenario import CURVES
 from sparsebalance.planner.sweep import Choice
 
 Settings = dict[str, Any]
@@ -33,12 +34,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "busy": lambda row: f"{row.busy_fraction:.0%}",
     "of bound": lambda row: f"{row.share_of_bound:.0%}",
     "peak GB": lambda row: f"{gigabytes(row.peak_memory_mb)}{f' {TOO_LARGE}' if row.fits is False else ''}",
-    "units": lambda row: f"{row.units:,.0f}",
+    "cover": lambda row: f"{row.coverage:.1%}",
 }
-"""Heading -> cell of a row; rank, slot and all are the three imbalances, slowest / mean."""
+"""Heading -> cell of a row; rank, slot and all are the three imbalances, slowest / mean; cover is mean coverage."""
 
 WIDE = 96  # columns from which the whole table fits
-WIDE_ONLY = ("slot", "all", "units")
+WIDE_ONLY = ("slot", "all", "cover")
 
 
 def print_forecast(console: Console, settings: Settings, result: Forecast, advice: Recommendation | None) -> None:
@@ -125,7 +126,8 @@ def forecast_notes(settings: Settings, result: Forecast) -> list[str]:
         f"Times: {settings['source']}; means over the steps. Without any waiting a step would take "
         f"{milliseconds(result.bound_ms)} ms (bound).",
         f"* fastest baseline: {result.best_baseline}. rank, slot, all: imbalance, slowest / mean, over ranks' sums, "
-        "over ranks in each slot, over all micro-batches.",
+        "over ranks in each slot, over all micro-batches. cover: what the budgets cover of the attention, on average; "
+        f"{CURVES}.",
     ]
     if capacity is None:
         notes.append("The device's memory is not known, so no plan is checked against it; peaks are estimates.")

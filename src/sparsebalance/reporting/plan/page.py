@@ -142,10 +142,10 @@ def _plan_lead(settings: Settings, result: Forecast, advice: Recommendation) -> 
         kinds += ["chosen"] if row == advice.row else []
         name = f"{'→ ' if row == advice.row else ''}{row.name}{' *' if is_best(row, result) else ''}"
         cells = "".join(_cell(heading, show(row)) for heading, show in COLUMNS.items())
-        extra = f"<td>{row.largest_unit:,}</td><td>{row.mean_budget:,.1f}</td>"
+        extra = f"<td>{row.units:,.0f}</td><td>{row.largest_unit:,}</td><td>{row.mean_budget:,.1f}</td>"
         spread = f"<td>{milliseconds(row.step_ms_p10)} - {milliseconds(row.step_ms_p90)}</td>"
         rows.append(f"<tr class='{' '.join(kinds).strip()}'><td>{escape(name)}</td>{cells}{spread}{extra}</tr>")
-    headings = ("plan", *COLUMNS, "p10 - p90 ms", "largest unit, tokens", "mean budget")
+    headings = ("plan", *COLUMNS, "p10 - p90 ms", "units", "largest unit, tokens", "mean budget")
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     notes = "".join(f"<p class='small'>{escape(note)}</p>" for note in forecast_notes(settings, result))
     return (
