@@ -188,16 +188,31 @@ def test_coverage_of_units_weighs_by_tokens() -> None:
 
 
 @pytest.mark.parametrize("table", [CoverageCurves(16, {}), curves(0.03)])
-def test_chunks_cover_together_what_their_sample_covers(table: CoverageCurves) -> None:
-    budgets = np.array([1, 3, 8, 70])
-    edges = [0, 320, 640, 1000]
+@pytest.mark.parametrize("edges", [[0, 320, 640, 1000], [0, 992, 1000], [0, 16, 1000], [0, 1000]])
+def test_chunks_cover_together_what_their_sample_covers(table: CoverageCurves, edges: list[int]) -> None:
+    """While none of them reads all that it has; later ones cover less, and a short last one is no exception."""
+    budgets = np.array([1])
     chunks = [(Segment(0, a, b, 1000, 0),) for a, b in itertools.pairwise(edges)]
     found = table.of_units(2, chunks, budgets)
     whole = table.of_units(2, [(Segment(0, 0, 1000, 1000, 0),)], budgets)[0]
     tokens = np.diff(edges)[:, None, None]
-    assert np.allclose((found * tokens).sum(0) / 1000, whole)
+    if edges[1] > 16:
+        assert np.allclose((found * tokens).sum(0) / 1000, whole)
+    else:
+        assert (found[0] == 1).all()
+    assert (np.diff(found[:, 0, 0]) < 0).all()
+    assert (found > 0).all()
     for layer in range(2):
         assert np.allclose(whole[layer], table.coverage(layer, 1000, budgets))
+
+
+def test_a_chunk_whose_budget_reads_all_covers_all() -> None:
+    unit = (Segment(0, 320, 640, 4000, 0),)
+    assert curves(0.03).of_units(1, [unit], np.array([39, 40, 60]))[0, 0].tolist() == [
+        pytest.approx(0.69, abs=0.4),
+        1,
+        1,
+    ]
 
 
 def test_plan_coverage_weighs_by_tokens_and_layers() -> None:

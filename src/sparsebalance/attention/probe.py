@@ -32,6 +32,14 @@ class CoverageProbe:
     router: tuple[float, ...]
     oracle: tuple[float, ...]
 
+    def scaled(self, factor: float) -> CoverageProbe:
+        """All curves times a factor, at most 1."""
+
+        def times(curve: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(min(1.0, covered * factor) for covered in curve)
+
+        return CoverageProbe(times(self.estimated), times(self.router), times(self.oracle))
+
 
 @torch.no_grad()
 def probe_coverage(

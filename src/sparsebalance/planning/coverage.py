@@ -52,6 +52,25 @@ def at_budgets(curve: Sequence[float] | Floats, blocks: int, budgets: NDArray[np
     return np.where(budgets >= blocks, 1.0, np.minimum(found, 1.0))
 
 
+def chunk_factor(segment: Segment) -> float:
+    """How much more of their attention a chunk's queries cover than their sample's on average, at one budget.
+
+    The later a query, the more blocks it chooses from: taken is that coverage falls with its position as that of the
+    prior does. Weighed by tokens, the mean over a sample's chunks is 1.
+    """
+    rest = 1 - PRIOR_EXPONENT
+    rise: float = segment.end**rest - segment.start**rest
+    return segment.sample_length**PRIOR_EXPONENT * rise / segment.tokens
+
+
+def chunk_coverage(covered: Floats, segment: Segment, budgets: NDArray[np.int64], block_size: int) -> Floats:
+    """A segment's coverage at budgets [..., n] from that of its whole sample; 1 from its own full budget on."""
+    if segment.is_whole:
+        return covered
+    full = budgets >= key_blocks(segment.end, block_size)
+    return np.where(full, 1.0, np.minimum(chunk_factor(segment) * covered, 1.0))
+
+
 def plan_coverage(plan: StepPlan, covered: Callable[[Segment, int, int], ArrayLike]) -> Floats:
     """Token- and layer-weighted mean over a plan of `covered(segment, layer, budget)`, a number or several."""
     cells = [
@@ -115,21 +134,14 @@ class CoverageCurves:
         points = np.eye(len(BUDGET_GRID))
         read = np.array([np.interp(np.log(budgets), np.log(BUDGET_GRID), point) for point in points])
         known: dict[tuple[int, int | None], Floats] = {}
-
-        def at(tokens: int, sample: int) -> Floats:
-            key = key_blocks(tokens, self.block_size), sample if sample in self.samples else None
-            if key not in known:
-                known[key] = self._at(*key, layers, budgets, read)
-            return known[key]
-
         total = np.zeros((len(units), layers, len(budgets)))
         for place, unit in enumerate(units):
             for segment in unit:
-                covered = segment.end * at(segment.end, segment.sample)
-                if segment.start:
-                    # What the queries up to its end cover, less what those before it do: chunks add up to their sample.
-                    covered = covered - segment.start * at(segment.start, segment.sample)
-                total[place] += np.clip(covered, 0.0, segment.tokens)
+                blocks = key_blocks(segment.sample_length, self.block_size)
+                key = blocks, segment.sample if segment.sample in self.samples else None
+                if key not in known:
+                    known[key] = self._at(*key, layers, budgets, read)
+                total[place] += segment.tokens * chunk_coverage(known[key], segment, budgets, self.block_size)
             total[place] /= sum(segment.tokens for segment in unit)
         return total
 

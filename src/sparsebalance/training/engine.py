@@ -24,6 +24,7 @@ from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.attention.probe import CoverageProbe
 from sparsebalance.attention.state import SampleState
 from sparsebalance.planning.calibration import UNCALIBRATED, Calibration
+from sparsebalance.planning.coverage import chunk_factor
 from sparsebalance.planning.latency import TERMS
 from sparsebalance.planning.plan import MicroBatch, StepPlan, chain_lengths
 from sparsebalance.planning.work import Granularity
@@ -328,8 +329,9 @@ def _by_term(whole_ms: float, clock: TermClock) -> tuple[dict[str, float], float
 
 
 def _by_sample(unit: MicroBatch, context: SparseContext) -> Probes:
+    """A chunk's probe tells of its own queries, which are late ones: it is read as one of the whole sample."""
     return {
-        (segment.sample, layer): probe
+        (segment.sample, layer): probe if segment.is_whole else probe.scaled(1 / chunk_factor(segment))
         for layer, probes in context.probes.items()
         for segment, probe in zip(unit.segments, probes)
     }

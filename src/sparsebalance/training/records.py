@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance.planning.coverage import at_budgets, plan_coverage
+from sparsebalance.planning.coverage import at_budgets, chunk_coverage, plan_coverage
 from sparsebalance.planning.latency import LatencyModel, unit_terms
 from sparsebalance.planning.plan import MicroBatch, Segment, StepPlan, chain_lengths
 from sparsebalance.planning.work import key_blocks
@@ -75,6 +75,12 @@ def budget_record(unit: MicroBatch, time: UnitTime) -> dict[str, Any]:
     return {"budgets": list(time.budgets), **wishes}
 
 
+def measured_coverage(curve: Sequence[float], segment: Segment, budget: int, block_size: int) -> float:
+    """Of a segment at a budget, by the curve measured on its sample."""
+    blocks, budgets = key_blocks(segment.sample_length, block_size), np.array([budget])
+    return float(chunk_coverage(at_budgets(curve, blocks, budgets), segment, budgets, block_size)[0])
+
+
 def probe_record(plan: StepPlan, probes: Probes) -> dict[str, float] | None:
     """Coverage measured in a step, at the plan's budgets, mean over tokens and layers; None where nothing was probed.
 
@@ -86,9 +92,11 @@ def probe_record(plan: StepPlan, probes: Probes) -> dict[str, float] | None:
         return None
 
     def covered(segment: Segment, layer: int, budget: int) -> list[float]:
-        probe, full = probes[segment.sample, layer], key_blocks(segment.end, plan.block_size)
-        curves = (probe.estimated, probe.router, probe.oracle)
-        return [float(at_budgets(curve, full, np.array([budget]))[0]) for curve in curves]
+        probe = probes[segment.sample, layer]
+        return [
+            measured_coverage(curve, segment, budget, plan.block_size)
+            for curve in (probe.estimated, probe.router, probe.oracle)
+        ]
 
     estimated, router, oracle = plan_coverage(plan, covered).tolist()
     return {"estimated": estimated, "router": router, "oracle": oracle, "regret": oracle - router}
