@@ -14,7 +14,8 @@ from typing import Any
 import batching_tables
 import chunked_tables
 import planning_time as planning_time_table
-from sparsebalance.planning.policy import OURS
+import tuning_tables
+from sparsebalance.planning.policy import is_ours
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,7 +35,7 @@ def comparison() -> str:
     ]
     for row in result["rows"]:
         name = row["policy"]
-        label = f"**`{name}`**" if name in OURS else f"`{name}` *" if name == best else f"`{name}`"
+        label = f"**`{name}`**" if is_ours(name) else f"`{name}` *" if name == best else f"`{name}`"
         lines.append(
             f"| {label} | {row['step_ms']:,.0f} ({row['step_ms_p10']:,.0f}-{row['step_ms_p90']:,.0f}) "
             f"| {row['speedup_vs_random']:.2f}x "
@@ -142,6 +143,11 @@ def chunked_step() -> str:
     return chunked_tables.table(result_of("chunked_step"))
 
 
+def tuning() -> str:
+    """What tuning budgets brings and costs: simulated, published, measured."""
+    return tuning_tables.table(result_of("tuning"))
+
+
 def result_of(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return result
@@ -151,6 +157,7 @@ PAGES: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (comparison, plan, predictor, correction, attention),
     "docs/batching.md": (batching, planning_time),
     "docs/chunks.md": (chunked_step,),
+    "docs/tuning.md": (tuning,),
 }
 """Page -> what is generated in it, between marks of the function's name."""
 

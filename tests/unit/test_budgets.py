@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance.planning.anchor import Anchor
-from sparsebalance.planning.budgets import Fixed
+from sparsebalance.planning.budgets import Fixed, attention_ms
 from sparsebalance.planning.coverage import (
     BUDGET_GRID,
     CoverageCurves,
@@ -21,8 +22,8 @@ from sparsebalance.planning.coverage import (
 )
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import Latency, MicroBatch, Segment, StepPlan, Topology
-from tests.unit.test_latency import make_table
-from tests.unit.tuning_steps import tune
+from tests.unit.test_latency import make_table, models
+from tests.unit.tuning_steps import step_of, tune
 
 TABLE = make_table()
 
@@ -41,6 +42,21 @@ def curves(steepness: float, layers: int = 2) -> CoverageCurves:
 
 def milliseconds(unit: tuple[Segment, ...], budgets: tuple[int, ...]) -> float:
     return TABLE.latency(unit, budgets).total_ms
+
+
+@pytest.mark.parametrize("name", models())
+def test_choices_cost_what_a_layer_costs(name: str) -> None:
+    """Under every latency model, and with the second forward of a recomputed chunk."""
+    model = models()[name]
+    step = step_of(place([(900, 30), (4000,), (77,), ()]), model, 8, CoverageCurves(model.block_size, {}))
+    recomputed = replace(step, ranks=tuple(tuple(replace(u, recompute=True) for u in rank) for rank in step.ranks))
+    budgets = np.array([1, 3, 8, 40])
+    once, twice = attention_ms(step, budgets), attention_ms(recomputed, budgets)
+    for place_, unit in enumerate(step.units):
+        router, forward, backward = model.layer_attention(unit.segments, budgets.tolist())
+        factor = model.rank_factor(int(step.rank_of[place_]))
+        assert once[:, place_] == pytest.approx(np.array([router + forward, backward]) * factor)
+        assert twice[1, place_] == pytest.approx((backward + forward) * factor)
 
 
 def test_fixed_keeps_the_default() -> None:

@@ -17,6 +17,7 @@ from sparsebalance.planning.decoder import Decoder
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.hardware import ANALYTIC, Device
 from sparsebalance.planning.latency import LatencyModel, RooflineModel, check_heads
+from sparsebalance.planning.measured_curves import measured_curves
 from sparsebalance.planning.memory import MemoryModel
 from sparsebalance.planning.network import ring_all_reduce
 from sparsebalance.planning.pipeline import PipelineModel, ScheduleName, split_layers
@@ -99,7 +100,7 @@ class Scenario:
     @cached_property
     def curves(self) -> CoverageCurves:
         """Coverage over budget, as measured on a real model."""
-        return CoverageCurves(self.block_size, {})
+        return measured_curves(self.decoder.layers, self.block_size)
 
     @cached_property
     def memory(self) -> MemoryModel:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sparsebalance.planning.coverage import CoverageCurves
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.expected import LayerBudgets
-from sparsebalance.planning.latency import LatencyModel
+from sparsebalance.planning.latency import TERMS, LatencyModel
 from sparsebalance.planning.micro_batches import timed
 from sparsebalance.planning.pipeline import PipelineModel
 from sparsebalance.planning.plan import MicroBatch, OnlineTuning, Ranks, Topology
@@ -203,11 +203,12 @@ class Choices:
 
 def attention_ms(step: TuningStep, budgets: Ints) -> Floats:
     """[2, units, len(budgets)] ms of one attention layer of each unit: forward and backward, as in `Choices`."""
-    found = np.empty((2, len(step.units), len(budgets)))
-    tried = tuple(budgets.tolist())
-    for place, unit in enumerate(step.units):
-        router, forward, backward = step.model.layer_attention(unit.segments, tried)
-        found[:, place] = router + forward, backward + (forward if unit.recompute else 0.0)
+    units = [unit.segments for unit in step.units for _ in budgets]
+    terms = step.model.many_terms(units, np.tile(budgets, len(step.units))[:, None])  # as if there were one layer
+    router, attend = (terms[TERMS.index(name)].reshape(2, -1, len(budgets)) for name in ("router", "attend"))
+    again = np.array([unit.recompute for unit in step.units])[:, None]
+    found = router + attend
+    found[1] += np.where(again, attend[0], 0.0)
     factors = np.array([step.model.rank_factor(rank) for rank in range(len(step.ranks))])
     slowed: Floats = found * factors[step.rank_of][:, None]
     return slowed

@@ -59,8 +59,8 @@ def chunk_factor(segment: Segment) -> float:
     prior does. Weighed by tokens, the mean over a sample's chunks is 1.
     """
     rest = 1 - PRIOR_EXPONENT
-    rise: float = segment.end**rest - segment.start**rest
-    return segment.sample_length**PRIOR_EXPONENT * rise / segment.tokens
+    rise = segment.end**rest - segment.start**rest
+    return float(segment.sample_length**PRIOR_EXPONENT * rise / segment.tokens)
 
 
 def chunk_coverage(covered: Floats, segment: Segment, budgets: NDArray[np.int64], block_size: int) -> Floats:

@@ -125,7 +125,7 @@ class BalanceConfig:
         window_ranks: data-parallel ranks that a window's steps are made for; parallel.dp where unset. A run that
             goes on with another number of ranks keeps the first one's.
         anchor: latency that the published tuning moves micro-batches towards, of those of the step.
-        level: "layer": that tuning bounds and chooses layer by layer; "global": one budget for all layers, and their mean
+        level: "layer": that tuning bounds and chooses layer by layer; "global": one budget for all layers, whose mean
             coverage is bounded.
         aim: step time that the other tunings want: "hold" turns idle time into coverage; "balance" is as fast as can
             at no less coverage than the default budgets'; "fast" as fast as `threshold` allows.
