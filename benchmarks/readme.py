@@ -13,6 +13,7 @@ from typing import Any
 
 import batching_tables
 import chunked_tables
+import held_out as held_out_tables
 import planning_time as planning_time_table
 import tuning_tables
 from sparsebalance.planning.policy import is_ours
@@ -148,6 +149,11 @@ def tuning() -> str:
     return tuning_tables.table(result_of("tuning"))
 
 
+def held_out() -> str:
+    """What moved budget covers of documents that it was not chosen by."""
+    return held_out_tables.table(result_of("held_out"))
+
+
 def result_of(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return result
@@ -157,7 +163,7 @@ PAGES: dict[str, tuple[Callable[[], str], ...]] = {
     "README.md": (comparison, plan, predictor, correction, attention),
     "docs/batching.md": (batching, planning_time),
     "docs/chunks.md": (chunked_step,),
-    "docs/tuning.md": (tuning,),
+    "docs/tuning.md": (held_out, tuning),
 }
 """Page -> what is generated in it, between marks of the function's name."""
 

@@ -52,15 +52,18 @@ def test_the_examples_run_as_shown() -> None:
     assert sum(names["tokens"]) <= 256
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/batching.md", "docs/chunks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/batching.md", "docs/chunks.md", "docs/tuning.md"])
 def test_the_tables_are_the_committed_results(page: str) -> None:
     assert tables().filled(page) == (ROOT / page).read_text()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["attention", "predictor", "planner", "correction", "comparison", "batching", "planning_time", "chunked_step"],
-)
+RESULTS = (
+    "attention", "predictor", "planner", "correction", "comparison", "batching", "planning_time", "chunked_step",
+    "tuning", "held_out",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
 def test_results_have_the_common_form(name: str) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert {"schema", "machine", "date", "rows"} <= set(result)
