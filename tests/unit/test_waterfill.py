@@ -148,8 +148,8 @@ def test_the_layer_that_gains_most_from_a_block_gets_it() -> None:
 def test_while_it_runs_a_unit_shares_out_its_time_at_the_price() -> None:
     step = step_of(place([(3000,), ()]), TABLE, 8, mixed(0.05, 0.5))
     rule = Waterfill(min_budget=2, max_budget=30)
-    budgets, ((follow, nothing),) = rule.online(step, rule(step))
-    assert budgets == rule(step)
+    expected, budgets, ((follow, nothing),) = rule.online(step)
+    assert expected == budgets == rule(step)
     assert nothing is None
     assert follow is not None
     assert (follow.default, follow.min_budget, follow.max_budget) == (8, 2, 30)

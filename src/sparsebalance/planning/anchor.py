@@ -65,10 +65,10 @@ class Anchor(Limits):
         chosen = np.broadcast_to(choices.budgets[nearest], choices.coverage.shape[:2])
         return step.budgets(chosen)
 
-    def online(self, step: TuningStep, budgets: UnitBudgets) -> tuple[UnitBudgets, OnlineRanks]:
+    def online(self, step: TuningStep) -> tuple[UnitBudgets, UnitBudgets, OnlineRanks]:
         """Wishes that no coverage bounds: each layer's own scores do while it runs."""
         follow = self.online_tuning(step.default)
-        return replace(self, threshold=1.0)(step), same_for_all(step, follow)
+        return self(step), replace(self, threshold=1.0)(step), same_for_all(step, follow)
 
     def _target_ratios(self, step: TuningStep) -> Floats:
         """[units] target latency / predicted latency at the default budget."""

@@ -75,8 +75,9 @@ class Tuning(Protocol):
 
     def __call__(self, step: TuningStep) -> UnitBudgets: ...
 
-    def online(self, step: TuningStep, budgets: UnitBudgets) -> tuple[UnitBudgets, OnlineRanks]:
-        """For units that are tuned while they run: their wishes, and how they follow their own scores."""
+    def online(self, step: TuningStep) -> tuple[UnitBudgets, UnitBudgets, OnlineRanks]:
+        """For units that are tuned while they run: the budgets that are expected, as planned ones would be, the units'
+        wishes, and how they follow their own scores."""
         ...
 
 
@@ -87,8 +88,9 @@ class Fixed:
     def __call__(self, step: TuningStep) -> UnitBudgets:
         return tuple(tuple(unit.budgets for unit in rank) for rank in step.ranks)
 
-    def online(self, step: TuningStep, budgets: UnitBudgets) -> tuple[UnitBudgets, OnlineRanks]:
-        return budgets, tuple((None,) * len(rank) for rank in step.ranks)
+    def online(self, step: TuningStep) -> tuple[UnitBudgets, UnitBudgets, OnlineRanks]:
+        budgets = self(step)
+        return budgets, budgets, tuple((None,) * len(rank) for rank in step.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,11 +226,10 @@ def with_budgets(step: TuningStep, chosen: UnitBudgets) -> Ranks:
 def tuned(step: TuningStep, tuning: Tuning, timing: Timing) -> Ranks:
     """The step's micro-batches as `tuning` wants them: predicted times are those of the budgets that it expects, also
     where units find their budgets while they run."""
-    budgets = tuning(step)
-    ranks = with_budgets(step, budgets)
     if timing == "planned":
-        return ranks
-    wishes, follow = tuning.online(step, budgets)
+        return with_budgets(step, tuning(step))
+    expected, wishes, follow = tuning.online(step)
+    ranks = with_budgets(step, expected)
     return tuple(
         tuple(replace(unit, budgets=wish, online=how) for unit, wish, how in zip(*rank, strict=True))
         for rank in zip(ranks, wishes, follow, strict=True)

@@ -116,17 +116,14 @@ class CoverageCurves:
                 estimate for an early chunk, whose queries choose among fewer blocks.
         """
         blocks = key_blocks(length, self.block_size)
-        curve = None if sample is None else self._own(layer, sample)
-        if curve is None:
-            curve = self.values.get((layer, length_bucket(blocks)))
-        if curve is None:
-            prior: Floats = np.minimum(budgets / blocks, 1.0) ** PRIOR_EXPONENT
-            return prior
-        return at_budgets(curve, blocks, budgets)
+        curve = self._curve(layer, blocks, sample)
+        return _prior(blocks, budgets) if curve is None else at_budgets(curve, blocks, budgets)
 
-    def _own(self, layer: int, sample: int) -> Floats | None:
-        steps = self.samples.get(sample)
-        return None if steps is None else own_curve(steps, layer)
+    def _curve(self, layer: int, blocks: int, sample: int | None) -> Floats | None:
+        """The sample's own curve at BUDGET_GRID, else that of its length range; None where nothing was measured."""
+        steps = None if sample is None else self.samples.get(sample)
+        own = None if steps is None else own_curve(steps, layer)
+        return self.values.get((layer, length_bucket(blocks))) if own is None else own
 
     def of_units(self, layers: int, units: Sequence[Sequence[Segment]], budgets: NDArray[np.int64]) -> Floats:
         """[units, layers, len(budgets)] float64: coverage of each micro-batch at `budgets`, mean over its tokens."""
@@ -147,17 +144,9 @@ class CoverageCurves:
 
     def _at(self, blocks: int, sample: int | None, layers: int, budgets: NDArray[np.int64], read: Floats) -> Floats:
         """[layers, len(budgets)] coverage of one segment."""
-        prior: Floats = np.minimum(budgets / blocks, 1.0) ** PRIOR_EXPONENT
-        found = np.repeat(prior[None], layers, axis=0)
-        bucket = length_bucket(blocks)
-        own = None if sample is None else self.samples[sample]
-        curves: dict[int, Floats] = {}
-        for layer in range(layers):
-            curve = None if own is None else own_curve(own, layer)
-            if curve is None:
-                curve = self.values.get((layer, bucket))
-            if curve is not None:
-                curves[layer] = curve
+        found = np.repeat(_prior(blocks, budgets)[None], layers, axis=0)
+        each = ((layer, self._curve(layer, blocks, sample)) for layer in range(layers))
+        curves = {layer: curve for layer, curve in each if curve is not None}
         if curves:
             measured = np.minimum(np.array(list(curves.values())) @ read, 1.0)
             found[list(curves)] = np.where(budgets >= blocks, 1.0, measured)
@@ -174,6 +163,11 @@ class CoverageCurves:
         values = {(layer, bucket): np.array(curve) for layer, bucket, curve in state["values"]}
         samples = decode_arrays(state["samples"], STEP_TYPE, (len(BUDGET_GRID),))
         return cls(state["block_size"], values, samples)
+
+
+def _prior(blocks: int, budgets: NDArray[np.int64]) -> Floats:
+    covered: Floats = np.minimum(budgets / blocks, 1.0) ** PRIOR_EXPONENT
+    return covered
 
 
 def own_curve(steps: Steps, layer: int) -> Floats | None:

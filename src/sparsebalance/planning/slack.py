@@ -66,11 +66,14 @@ class Slack(Limits):
             return step.budgets(np.zeros((0, step.model.layers), dtype=np.int64))
         return step.budgets(self._solved(step).blocks)
 
-    def online(self, step: TuningStep, budgets: UnitBudgets) -> tuple[UnitBudgets, OnlineRanks]:
+    def online(self, step: TuningStep) -> tuple[UnitBudgets, UnitBudgets, OnlineRanks]:
         """With `share` layers share out their unit's time by their own scores; else those bound each layer's wish."""
         if not self.share or not step.units:
-            return budgets, same_for_all(step, self.online_tuning(step.default))
-        return budgets, online_at(step, self, self._solved(step).price)
+            budgets = self(step)
+            return budgets, budgets, same_for_all(step, self.online_tuning(step.default))
+        found = self._solved(step)
+        budgets = step.budgets(found.blocks)
+        return budgets, budgets, online_at(step, self, found.price)
 
     def _solved(self, step: TuningStep) -> _Solution:
         search = _Search(step, self)

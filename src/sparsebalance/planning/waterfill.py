@@ -55,9 +55,10 @@ class Waterfill(Limits):
     def __call__(self, step: TuningStep) -> UnitBudgets:
         return self._solved(step)[0]
 
-    def online(self, step: TuningStep, budgets: UnitBudgets) -> tuple[UnitBudgets, OnlineRanks]:
+    def online(self, step: TuningStep) -> tuple[UnitBudgets, UnitBudgets, OnlineRanks]:
         """Each unit shares out its own time over its layers at the step's price."""
-        return budgets, online_at(step, self, np.full(len(step.units), self._solved(step)[1]))
+        budgets, price = self._solved(step)
+        return budgets, budgets, online_at(step, self, np.full(len(step.units), price))
 
     def _solved(self, step: TuningStep) -> tuple[UnitBudgets, float]:
         """Budgets, and coverage per millisecond of the last one bought."""
