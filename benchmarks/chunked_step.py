@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -50,6 +50,12 @@ KEPT_SIZE = 4096  # unit size that also runs with one chunk kept
 STRIDE = 5  # contenders by which the order moves on
 LIMIT = 1e-5  # relative difference of loss and gradient norm to random
 QUICK_LENGTH, QUICK_BATCH, QUICK_MEASURE_S, QUICK_MINUTES = 16_384, 4, 15.0, 1.5
+
+
+StepOf = TypeVar("StepOf")
+Learned = TypeVar("Learned")
+RunSteps = Callable[[Session, LatencyTable, tuple[float, ...], float, Callable[[], None]], tuple[list[StepOf], Learned]]
+Record = Callable[[Session, LatencyTable, Sequence[StepOf], Learned], dict[str, Any]]
 
 
 def demo(quick: bool) -> CompareConfig:
@@ -89,15 +95,15 @@ def run_steps(
         samples, model = session.batches.at(place), learner.corrected(learner.feedback())
         plans = {name: _plan(session, policy, model, samples, pipeline) for name, policy in policies.items()}
         if not steps:  # the largest micro-batch once untimed: its memory is then there for all
-            _run(
+            run_plan(
                 session, max(plans.values(), key=lambda plan: max(unit.tokens for unit in plan.micro_batches)), "first"
             )
         runs = {}
         for name in in_turn(names, place):
-            runs[name] = _run(session, plans[name], f"step {place}, {name}")
+            runs[name] = run_plan(session, plans[name], f"step {place}, {name}")
             on_turn()
         steps.append({name: runs[name] for name in names})
-        _check_same_gradient(steps[-1])
+        check_same_gradient(steps[-1])
         learner.learn_times([timed_units(runs.values(), rank) for rank in range(session.ranks.world)])
         longest_s = max(longest_s, time.perf_counter() - begin)
     return steps, learner.feedback().correction
@@ -120,7 +126,7 @@ def _plan(
     return plan
 
 
-def _run(session: Session, plan: StepPlan, where: str) -> Run:
+def run_plan(session: Session, plan: StepPlan, where: str) -> Run:
     session.ranks.barrier()
     with PeakMemory() as peak:
         begin = time.thread_time()
@@ -139,7 +145,7 @@ def _run(session: Session, plan: StepPlan, where: str) -> Run:
     )
 
 
-def _check_same_gradient(step: Step) -> None:
+def check_same_gradient(step: Step) -> None:
     loss, norm = relative_differences(step)
     for name in step:
         if not (loss[name] <= LIMIT and norm[name] <= LIMIT):  # a NaN fails too
@@ -149,8 +155,10 @@ def _check_same_gradient(step: Step) -> None:
             )
 
 
-def work(out: Path, minutes: float, quick: bool) -> None:
-    """In each process: measure the table, run the steps; the first one writes what came out."""
+def work(
+    out: Path, minutes: float, quick: bool, run_steps: RunSteps[StepOf, Learned], record: Record[StepOf, Learned]
+) -> None:
+    """In each process: measure the table, run the steps; the first one writes the record of what came out."""
     begin = time.perf_counter()
     config = demo(quick)
     ranks = start(config.parallel)
@@ -163,10 +171,10 @@ def work(out: Path, minutes: float, quick: bool) -> None:
         def on_turn() -> None:
             watch(min(round(time.perf_counter() - begin), limit), limit)
 
-        steps, correction = run_steps(session, table, factors, begin + 60 * minutes, on_turn)
+        steps, learned = run_steps(session, table, factors, begin + 60 * minutes, on_turn)
         watch(limit, limit)
     if ranks.is_first:
-        out.write_text(json.dumps(_record(session, table, steps, correction)))
+        out.write_text(json.dumps(record(session, table, steps, learned)))
     stop()
 
 
@@ -195,16 +203,16 @@ def _record(session: Session, table: LatencyTable, steps: Sequence[Step], correc
     return {"settings": settings, "rows": step_rows(steps, policies) + term_rows(steps, policies, table)}
 
 
-def measured_steps(minutes: float, quick: bool) -> dict[str, Any]:
-    """Start the processes and wait for what the first one wrote.
+def measured_steps(script: Path, minutes: float, quick: bool) -> dict[str, Any]:
+    """Start the processes, which run `script --worker FILE`, and wait for what the first one wrote.
 
     Raises:
         SystemExit: one of them failed; it has said why.
     """
     processes = demo(quick).parallel.dp
-    with tempfile.TemporaryDirectory(prefix="chunked-step-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{script.stem}-") as folder:
         out = Path(folder) / "steps.json"
-        arguments = [__file__, "--worker", str(out), "--minutes", str(minutes), *(["--quick"] if quick else [])]
+        arguments = [str(script), "--worker", str(out), "--minutes", str(minutes), *(["--quick"] if quick else [])]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         # The launcher warns about the number of threads where it is not told.
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -224,9 +232,9 @@ def main() -> None:
     options = parser.parse_args()
     minutes = options.minutes or (QUICK_MINUTES if options.quick else 6.0)
     if options.worker and is_worker():
-        work(options.worker, minutes, options.quick)
+        work(options.worker, minutes, options.quick, run_steps, _record)
         return
-    record = measured_steps(minutes, options.quick)
+    record = measured_steps(Path(__file__), minutes, options.quick)
     console = Console(width=max(Console().width, 132))
     with progress_bars(console) as progress:
         rows = record["rows"] + memory_rows(options.quick, follow(progress, "memory of one sample, cases"))

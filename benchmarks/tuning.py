@@ -27,6 +27,7 @@ from rich.console import Console
 import tuning_runs
 import tuning_steps
 from batching import BLOCK, BUDGET, DEVICE, MODEL, SEED
+from chunked_step import measured_steps, work
 from record import write_rows
 from sparsebalance.planner.forecast import Row, TuningSettings, Variant, forecast, global_batches
 from sparsebalance.planner.scenario import Scenario
@@ -267,7 +268,7 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker and is_worker():
-        tuning_steps.work(options.worker, options.minutes, options.quick)
+        work(options.worker, options.minutes, options.quick, tuning_steps.run_steps, tuning_steps.record)
         return
     console = Console(width=max(Console().width, 132))
     settings: dict[str, Any] = {}
@@ -276,7 +277,7 @@ def main() -> None:
     if not options.measure_only:
         parts["simulated"] = lambda: simulated(console, options.quick)
     if not options.simulate_only:
-        parts["measured"] = lambda: tuning_steps.measured(Path(__file__), options.minutes, options.quick)
+        parts["measured"] = lambda: measured_steps(Path(__file__), options.minutes, options.quick)
     if options.train:
         parts["trained"] = lambda: tuning_runs.trained(console, options.train_minutes, options.quick)
     for name, run in parts.items():

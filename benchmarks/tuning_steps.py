@@ -8,36 +8,26 @@ were really used cover, and planning knows those of earlier steps alone.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from chunked_records import Run, timed_units
-from chunked_step import _check_same_gradient, _run, demo, in_turn
+from chunked_step import check_same_gradient, in_turn, run_plan
 from sparsebalance.planning.correction import Correction
 from sparsebalance.planning.coverage import CoverageCurves, mean_coverage
 from sparsebalance.planning.imbalance import imbalance
 from sparsebalance.planning.plan import StepPlan
 from sparsebalance.planning.policy import Policy, plan_step
 from sparsebalance.planning.table import LatencyTable
-from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.training.config import CompareConfig
 from sparsebalance.training.engine import Probes, as_run, merged
 from sparsebalance.training.feedback import Feedback, Learner
-from sparsebalance.training.parallel import start, stop
 from sparsebalance.training.records import probe_record
-from sparsebalance.training.session import Session, configured_policy, open_session
+from sparsebalance.training.session import Session, configured_policy
 
 NAMES = ("random", "dst", "kk_tokens", "sab", "sab+anchor", "sab+slack", "sab_dst")
 WARM_UP = 4  # global batches that are probed before the first timed one
@@ -100,7 +90,7 @@ def run_steps(
 
     for step in range(WARM_UP):
         plan = planned(policies["random"], step, learner.feedback())[0]
-        run = _run(session, plan, f"warm-up {step}")
+        run = run_plan(session, plan, f"warm-up {step}")
         learner.learn_coverage(plan, probed(session, plan))
         learner.learn_times([timed_units([run], rank) for rank in range(session.ranks.world)])
         on_turn()
@@ -114,12 +104,12 @@ def run_steps(
         probes = probed(calibrated, plans["random"][0])  # untimed; the step's data is then in the caches
         if not steps:  # the largest micro-batch once untimed: its memory is then there for all
             largest = max(plans, key=lambda name: max(unit.tokens for unit in plans[name][0].micro_batches))
-            _run(calibrated, plans[largest][0], "first")
+            run_plan(calibrated, plans[largest][0], "first")
         runs = {}
         for name in in_turn(names, place):
-            runs[name] = _run(calibrated, plans[name][0], f"step {place}, {name}")
+            runs[name] = run_plan(calibrated, plans[name][0], f"step {place}, {name}")
             on_turn()
-        _check_same_gradient({name: runs[name] for name in fixed})
+        check_same_gradient({name: runs[name] for name in fixed})
         steps.append({name: tuned(runs[name], plans[name][1], probes, known.curves) for name in names})
         learner.learn_coverage(plans["random"][0], probes)
         learner.learn_times([timed_units(runs.values(), rank) for rank in range(session.ranks.world)])
@@ -196,57 +186,23 @@ def step_rows(steps: Sequence[Step], policies: Mapping[str, Policy]) -> list[dic
     return rows
 
 
-def work(out: Path, minutes: float, quick: bool) -> None:
-    """In each process: measure the table, run the steps; the first one writes what came out."""
-    begin = time.perf_counter()
-    config = demo(quick)
-    ranks = start(config.parallel)
-    session = open_session(config, ranks)
-    progress = progress_bars(Console()) if ranks.is_first else None
-    with progress or nullcontext():
-        table, factors = session.latency_table(follow(progress, "measuring this machine, s"))
-        watch, limit = follow(progress, "contenders in turn, s") or (lambda *_: None), round(60 * minutes)
-
-        def on_turn() -> None:
-            watch(min(round(time.perf_counter() - begin), limit), limit)
-
-        steps, learner = run_steps(session, table, factors, begin + 60 * minutes, on_turn)
-        watch(limit, limit)
-    if ranks.is_first:
-        settings = {
-            "processes": ranks.world,
-            "threads": config.parallel.threads,
-            "layers": table.layers,
-            "hidden": table.identity.decoder.hidden,
-            "block_size": table.block_size,
-            "budget": config.attention.budget,
-            "batch_size": config.data.batch_size,
-            "unit_size": config.balance.unit_size,
-            "warm_up": WARM_UP,
-            "steps": len(steps),
-            "lengths": [sample.length for step in range(len(steps)) for sample in session.batches.at(WARM_UP + step)],
-            "term_factors": dict(learner.feedback().correction.terms),
-            "rank_factors": list(learner.feedback().correction.ranks),
-        }
-        out.write_text(json.dumps({"settings": settings, "rows": step_rows(steps, contenders(config))}))
-    stop()
-
-
-def measured(script: Path, minutes: float, quick: bool) -> dict[str, Any]:
-    """Start the processes, which run `script --worker FILE`, and wait for what the first one wrote.
-
-    Raises:
-        SystemExit: one of them failed; it has said why.
-    """
-    with tempfile.TemporaryDirectory(prefix="tuning-steps-") as folder:
-        out = Path(folder) / "steps.json"
-        arguments = [str(script), "--worker", str(out), "--minutes", str(minutes), *(["--quick"] if quick else [])]
-        processes = str(demo(quick).parallel.dp)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-        # The launcher warns about the number of threads where it is not told.
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        status = subprocess.run([*launcher, *arguments], env=environment).returncode
-        if status:
-            raise SystemExit(f"the steps' processes ended with status {status}")
-        record: dict[str, Any] = json.loads(out.read_text())
-        return record
+def record(session: Session, table: LatencyTable, steps: Sequence[Step], learner: Learner) -> dict[str, Any]:
+    """Settings and rows, as the first process writes them."""
+    config, correction = session.config, learner.feedback().correction
+    assert isinstance(config, CompareConfig)
+    settings = {
+        "processes": session.ranks.world,
+        "threads": config.parallel.threads,
+        "layers": table.layers,
+        "hidden": table.identity.decoder.hidden,
+        "block_size": table.block_size,
+        "budget": config.attention.budget,
+        "batch_size": config.data.batch_size,
+        "unit_size": config.balance.unit_size,
+        "warm_up": WARM_UP,
+        "steps": len(steps),
+        "lengths": [sample.length for step in range(len(steps)) for sample in session.batches.at(WARM_UP + step)],
+        "term_factors": dict(correction.terms),
+        "rank_factors": list(correction.ranks),
+    }
+    return {"settings": settings, "rows": step_rows(steps, contenders(config))}
