@@ -23,7 +23,7 @@ from rich.console import Console
 
 from chunked_step import demo
 from sparsebalance.reporting.progress import follow, progress_bars
-from sparsebalance.training.config import CompareConfig, RunConfig, config_record
+from sparsebalance.training.config import AttentionConfig, CompareConfig, RunConfig, config_record
 
 VARIANTS = {
     "sab": ("sab", "balance"),
@@ -41,22 +41,27 @@ MAX_LENGTH, BATCH_SIZE, PROBE_EVERY = 8192, 4, 5
 class Run:
     """Attributes:
     loss: mean over the last steps. seconds: of all steps. coverage: router coverage at the budgets used, mean over the
-        probed steps. mean_budget: blocks.
+        probed steps. mean_budget: blocks. probe_ms: of a probed step, mean. planning_ms: median.
     """
 
     loss: float
     seconds: float
     coverage: float
     mean_budget: float
+    probe_ms: float
+    planning_ms: float
 
     @classmethod
     def of(cls, metrics: Path) -> Run:
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        probed = [record for record in records if record["probe"]]
         return cls(
             loss=float(np.mean([record["loss"] for record in records[-LAST:]])),
             seconds=sum(record["step_ms"] for record in records) / 1e3,
-            coverage=float(np.mean([record["probe"]["router"] for record in records if record["probe"]])),
+            coverage=float(np.mean([record["probe"]["router"] for record in probed])),
             mean_budget=float(np.mean([record["mean_budget"] for record in records])),
+            probe_ms=float(np.mean([record["probe_ms"] for record in probed])),
+            planning_ms=float(np.median([record["planning_ms"] for record in records])),
         )
 
 
@@ -141,6 +146,11 @@ def rows_of(found: dict[str, list[Run]], steps: int) -> list[dict[str, Any]]:
             **spread("seconds", [one.seconds for one in runs]),
             "coverage": float(np.mean([one.coverage for one in runs])),
             "mean_budget": float(np.mean([one.mean_budget for one in runs])),
+            "planning_ms": float(np.mean([one.planning_ms for one in runs])),
+            "probe_ms": float(np.mean([one.probe_ms for one in runs])),
+            "probe_share": float(
+                np.mean([one.probe_ms / (1e3 * one.seconds / steps) / AttentionConfig().probe_every for one in runs])
+            ),
         }
         for name, runs in found.items()
     ]

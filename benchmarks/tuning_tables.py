@@ -21,7 +21,10 @@ STEPS = (
     "contender", "ms/step (p10-p90)", "vs random (p10-p90)", "CPU time vs random", "imbalance slot", "rank",
     "mean budget", "coverage", "expected", "planning ms", "of the step", "tuning ms while it runs", "of the step",
 )  # fmt: skip
-TRAINING = ("variant", "final loss (seeds)", "against fixed (seeds)", "seconds (seeds)", "coverage", "mean budget")
+TRAINING = (
+    "variant", "final loss (seeds)", "against fixed (seeds)", "seconds (seeds)", "coverage", "mean budget",
+    "planning ms", "probe ms", "share of probes",
+)  # fmt: skip
 PUBLISHED = ("variant", "imbalance all", "ms/step", "vs random", "overhead ms")
 PUBLISHED_CELLS = [
     ["baseline", "1.81", "4,202", "1.00x", "-"],
@@ -96,6 +99,9 @@ def training_cells(rows: Sequence[Row]) -> Cells:
             f"{row['seconds']:,.0f} ({row['seconds_min']:,.0f}-{row['seconds_max']:,.0f})",
             f"{row['coverage']:.4f}",
             f"{row['mean_budget']:.1f}",
+            f"{row['planning_ms']:,.1f}",
+            f"{row['probe_ms']:,.1f}",
+            f"{row['probe_share']:.2%}",
         ]
         for row in found
     ]
@@ -164,7 +170,8 @@ def training_note(settings: Row) -> str:
     return (
         f"Trained from random weights for {settings['steps']} steps of {settings['batch_size']} samples of at most "
         f"{settings['max_length']:,} tokens, {settings['seeds']} seeds, 2 processes; final loss: mean over the last "
-        f"{settings['last']} steps; in brackets the smallest and largest of the seeds. Against fixed: within each seed."
+        f"{settings['last']} steps, in brackets the smallest and largest of the seeds; against fixed: within each. "
+        "Probe: of a step that measures coverage; its share is that of a run that does so at the default interval."
     )
 
 

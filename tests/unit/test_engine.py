@@ -143,6 +143,7 @@ def test_probing_measures_every_sample_and_layer_without_changing_anything() -> 
     grads = gradients(model)
     probed = run.run([unit(EXAMPLES, 0, 3), unit(EXAMPLES, 1)], EXAMPLES, TARGETS, probe_rows=4)
     assert (plain.loss, plain.probes) == (probed.loss, {})
+    assert plain.probe_ms == 0 < probed.probe_ms
     assert largest_difference(grads, gradients(model)) == 0.0
     assert set(probed.probes) == {(sample, layer) for sample in (0, 3, 1) for layer in (0, 1)}
     forward_only = run.probe([unit(EXAMPLES, 0, 3), unit(EXAMPLES, 1)], EXAMPLES, 4)

@@ -10,7 +10,16 @@ import pytest
 
 from sparsebalance.planning.coverage import BUDGET_GRID
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.measured_curves import FILE, decoded, encoded, measured_curves, measured_documents
+from sparsebalance.planning.measured_curves import (
+    BLOCK_SIZE,
+    FILE,
+    Split,
+    at_doublings,
+    decoded,
+    encoded,
+    measured_curves,
+    measured_documents,
+)
 from sparsebalance.planning.plan import Segment
 
 
@@ -76,6 +85,27 @@ def test_other_models_get_curves_of_every_layer_and_length(layers: int) -> None:
     assert (covered[0] == 1).all()
 
 
-def test_a_model_without_layers_is_refused() -> None:
+@pytest.mark.parametrize("split", ["fit", "held_out"])
+def test_each_measured_length_predicts_the_longer_ones(split: Split) -> None:
+    means = [
+        np.mean([d.router for d in measured_documents(split) if d.tokens == tokens], axis=0)
+        for tokens in (1024, 2048, 4096, 8192)
+    ]
+    for doublings, bias in ((1, 0.005), (2, 0.01)):
+        for place, short in enumerate(means[:-doublings]):
+            blocks = 1024 * 2 ** (place + doublings) // BLOCK_SIZE
+            off = (at_doublings(short, doublings) - means[place + doublings])[:, np.array(BUDGET_GRID) < blocks]
+            assert abs(off.mean()) < bias
+            assert np.abs(off).mean() < 0.07
+
+
+def test_a_length_that_was_measured_is_left_as_it_is() -> None:
+    router = measured_documents()[0].router
+    assert at_doublings(router, 0) == pytest.approx(router)
+
+
+def test_a_model_without_layers_or_keys_is_refused() -> None:
     with pytest.raises(InputError, match="0 layers"):
         measured_curves(0, 64)
+    with pytest.raises(InputError, match="blocks of 0 keys"):
+        measured_curves(30, 0)

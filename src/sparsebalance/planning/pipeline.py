@@ -6,7 +6,6 @@ In: units per rank, a latency model, the topology, optionally a memory model. Ou
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -176,11 +175,19 @@ def _attention_shares(
 ) -> Floats:
     """[stages, units]: the part of a unit's attention that a stage runs; by layers where all have one budget."""
     shares = linear.copy()
-    edges = np.cumsum([0, *(stage.layers for stage in stages)])
-    for column, unit in enumerate(units):
-        if unit.segments and len(set(unit.budgets)) > 1:
-            distinct = sorted(set(unit.budgets))
-            ms = dict(zip(distinct, model.attention_ms(unit.segments, np.array(distinct)).tolist()))
-            by_layer = np.array([ms[budget] for budget in unit.budgets])
-            shares[:, column] = [by_layer[a:b].sum() / by_layer.sum() for a, b in itertools.pairwise(edges)]
+    mixed = [place for place, unit in enumerate(units) if unit.segments and len(set(unit.budgets)) > 1]
+    if len(stages) == 1 or not mixed:
+        return shares
+    budgets = np.array([units[place].budgets for place in mixed])
+    distinct, places = np.unique(budgets, return_inverse=True)
+    asked = np.zeros((len(mixed), len(distinct)), dtype=bool)
+    rows = np.arange(len(mixed))[:, None]
+    asked[rows, places.reshape(budgets.shape)] = True
+    unit, budget = np.nonzero(asked)
+    terms = model.many_terms([units[mixed[one]].segments for one in unit], distinct[budget][:, None])  # of one layer
+    ms = np.zeros(asked.shape)
+    ms[asked] = (terms[TERMS.index("router")] + terms[TERMS.index("attend")]).sum(0)
+    by_layer = ms[rows, places.reshape(budgets.shape)]
+    edges = np.cumsum([0, *(stage.layers for stage in stages)])[:-1]
+    shares[:, mixed] = (np.add.reduceat(by_layer, edges, axis=1) / by_layer.sum(1, keepdims=True)).T
     return shares

@@ -47,6 +47,7 @@ class UnitTime:
             for an empty unit.
         budgets: that the unit really used, per layer: the planned ones unless they were tuned online.
         tune_ms: of its forward, spent on tuning budgets online.
+        probe_ms: spent on measuring coverage, beside everything else.
     """
 
     start_ms: float
@@ -57,6 +58,7 @@ class UnitTime:
     backward: dict[str, float] = field(default_factory=dict)
     budgets: tuple[int, ...] = ()
     tune_ms: float = 0.0
+    probe_ms: float = 0.0
 
     @property
     def total_ms(self) -> float:
@@ -89,6 +91,10 @@ class RankResult:
     @property
     def tune_ms(self) -> float:
         return sum(unit.tune_ms for unit in self.units)
+
+    @property
+    def probe_ms(self) -> float:
+        return sum(unit.probe_ms for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -253,7 +259,7 @@ class _Pass:
         self._engine, self._unit, self._begin, self._denominator = engine, unit, begin, denominator
         self._graph: Tensor | None = None
         self._parts: list[tuple[float, dict[str, float]]] = []  # start and terms of forward and backward
-        self._budgets, self._tune_ms = unit.budgets, 0.0
+        self._budgets, self._tune_ms, self._probe_ms = unit.budgets, 0.0, 0.0
         if unit.segments:
             self._row = pack(unit, examples)
             # A chunk's own queries alone would tell of a part of the sample; the last one sees all of its keys.
@@ -301,6 +307,7 @@ class _Pass:
             backward=backward,
             budgets=self._budgets,
             tune_ms=self._tune_ms,
+            probe_ms=self._probe_ms,
         )
 
     def _loss(self) -> Tensor:
@@ -313,19 +320,18 @@ class _Pass:
         took = (time.perf_counter() - start) * 1e3
         terms: dict[str, float] = {}
         if self._unit.segments:
-            terms, tune_ms = _by_term(took, self._context.clock)
+            terms, tune_ms, probe_ms = _by_term(took, self._context.clock)
+            self._probe_ms += probe_ms
             self._tune_ms += tune_ms  # all of it in the forward: a recompute attends what was chosen there
         self._parts.append(((start - self._begin) * 1e3, terms))
 
 
-def _by_term(whole_ms: float, clock: TermClock) -> tuple[dict[str, float], float]:
-    """What the terms took, the linear part being what the others leave, and what tuning took; probing is not part of
-    the work."""
+def _by_term(whole_ms: float, clock: TermClock) -> tuple[dict[str, float], float, float]:
+    """What the terms took, the linear part being what the others leave; what tuning took, and what probing took."""
     taken = clock.take()
     others = {term: taken.get(term, 0.0) for term in TERMS if term != "linear"}
-    tune = taken.get("tune", 0.0)
-    linear = whole_ms - sum(others.values()) - taken.get("probe", 0.0) - tune
-    return {"linear": linear, **others}, tune
+    tune, probe = taken.get("tune", 0.0), taken.get("probe", 0.0)
+    return {"linear": whole_ms - sum(others.values()) - tune - probe, **others}, tune, probe
 
 
 def _by_sample(unit: MicroBatch, context: SparseContext) -> Probes:

@@ -16,6 +16,7 @@ class StepRecord:
 
     Attributes:
         tune_ms: of the rank that spent most on tuning budgets online.
+        probe_ms: of the rank that spent most on measuring coverage; 0 in steps without a probe.
         mean_budget, coverage: at the budgets that were really used, coverage by the estimator's curves.
         probe: measured coverage at the budgets really used, see `sparsebalance.training.records.probe_record`; None
             in steps without a probe.
@@ -36,6 +37,7 @@ class StepRecord:
     predicted_step_ms: float
     planning_ms: float
     tune_ms: float
+    probe_ms: float
     mean_budget: float
     coverage: float | None
     probe: dict[str, float] | None

@@ -179,6 +179,7 @@ def finish_step(
         predicted_step_ms=plan.predicted_step_ms,
         planning_ms=planning_ms,
         tune_ms=max(result.tune_ms for result in results),
+        probe_ms=max(result.probe_ms for result in results),
         mean_budget=used.mean_budget,
         # By the estimator's curves; nothing to say before anything was measured.
         coverage=mean_coverage(used, curves) if curves.values else None,
