@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -26,6 +27,7 @@ from sparsebalance.attention.moba import MoBARouter
 from sparsebalance.attention.online import OnlineBudgets
 from sparsebalance.attention.probe import CoverageProbe, probe_coverage
 from sparsebalance.attention.state import LayerState, SampleState
+from sparsebalance.attention.ulysses import HeadExchange, gather_heads
 from sparsebalance.planning.calibration import UNCALIBRATED, Calibration
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import OnlineTuning
@@ -55,6 +57,11 @@ class SparseContext:
         calibration: of estimated coverage, for tuning online.
         used: layer -> the budget really used, filled while running; 0-d tensors where tuned online.
         estimated: layer -> estimated coverage [Hk, len(BUDGET_GRID)], not calibrated; filled where tuned online.
+            With `sequence`, a row for every copy of a key/value head.
+        sequence: of the ranks that share the row's tokens, where the row is sequence parallel; the layout stays that
+            of the whole row. State and selections then hold this rank's heads.
+        heads: ranks that share out the heads, by sequence or tensor parallelism: budgets, estimates and probes are of
+            all heads, the same on each of them. Those of `sequence` where not given.
     """
 
     layout: PackedLayout
@@ -70,15 +77,29 @@ class SparseContext:
     calibration: Calibration = UNCALIBRATED
     used: dict[int, BudgetLike] = field(default_factory=dict)
     estimated: dict[int, Tensor] = field(default_factory=dict)
+    sequence: HeadExchange | None = None
+    heads: dist.ProcessGroup | None = None
     _selections: dict[int, BlockSelection] = field(default_factory=dict)
     _tuner: OnlineBudgets | None = None
 
+    @property
+    def sharing(self) -> dist.ProcessGroup | None:
+        """Ranks that share out the heads."""
+        return self.sequence.group if self.heads is None and self.sequence is not None else self.heads
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]; of a chunk, k and v are its own tokens'.
+        """q [tokens_q, H, D], k, v [tokens_k, Hk, D] -> [tokens_q, H, D]; of a chunk, k and v are its own tokens',
+        and with `sequence` all of them hold this rank's shard of the tokens.
 
         Raises:
-            InputError: a query or key is NaN or infinite.
+            InputError: a query or key is NaN or infinite, or not a shard of the row.
         """
+        if self.sequence is None:
+            return self._attend(layer, q, k, v, scale)
+        q, k, v = self.sequence.to_heads(q, k, v, self.layout.tokens_q)
+        return self.sequence.to_tokens(self._attend(layer, q, k, v, scale))
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         state = None if self.state is None else self.state.layer(layer, k, v)
         selection = self._selections.get(layer)
         if selection is None:
@@ -89,7 +110,8 @@ class SparseContext:
             if self.probe_rows:
                 with self.clock.measure("probe"):
                     keys = k if state is None else state.prefix(self.layout.tokens_k).to(k.dtype)
-                    self.probes[layer] = probe_coverage(q, keys, self.layout, self.router, self.probe_rows, scale)
+                    probes = probe_coverage(q, keys, self.layout, self.router, self.probe_rows, scale)
+                    self.probes[layer] = probes if self.sharing is None else _of_all_heads(probes, self.sharing, q)
         return attend(q, k, v, selection, self.layout, scale, self.clock, state)[0]
 
     def _select(
@@ -114,7 +136,8 @@ class SparseContext:
             blocks = max(self.layout.key_blocks)
             self._tuner = OnlineBudgets(online, blocks, self.calibration, scores.keys.device)
         scale = scores.keys.shape[-1] ** -0.5 if scale is None else scale
-        self.estimated[layer] = estimated_coverage(scores, scale)
+        estimated = estimated_coverage(scores, scale)
+        self.estimated[layer] = estimated if self.sharing is None else gather_heads(estimated, self.sharing)
         return self._tuner.choose(layer, wish, self.estimated[layer])
 
     @torch.no_grad()
@@ -129,6 +152,14 @@ class SparseContext:
                     f"layer {layer} of {self.name}: {wrong:,} of {values.numel():,} values of the {what} are NaN or "
                     "infinite, but routing needs finite ones; lower optimizer.lr, or resume from an earlier checkpoint"
                 )
+
+
+def _of_all_heads(probes: Sequence[CoverageProbe], group: dist.ProcessGroup, like: Tensor) -> list[CoverageProbe]:
+    """Means over the ranks, each with as many heads; the message lies on the device of `like`."""
+    curves = torch.tensor(
+        [[probe.estimated, probe.router, probe.oracle] for probe in probes], dtype=torch.float64, device=like.device
+    )
+    return [CoverageProbe(*map(tuple, found)) for found in gather_heads(curves[None], group).mean(0).tolist()]
 
 
 def activate(model: PreTrainedModel, block_size: int, budget: int, granularity: Granularity) -> None:
