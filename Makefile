@@ -19,6 +19,7 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	$(BIN)/sparsebalance compare --config examples/demo.yaml --out runs/demo
+	$(BIN)/sparsebalance compare --config examples/demo_pipeline.yaml --out runs/demo_pipeline
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
@@ -37,6 +38,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
 	$(BIN)/python benchmarks/planning_time.py --json benchmarks/results/planning_time.json --figure docs/planning_time.svg
 	$(BIN)/python benchmarks/chunked_step.py --json benchmarks/results/chunked_step.json
+	$(BIN)/python benchmarks/pipeline_step.py --json benchmarks/results/pipeline_step.json
 	$(BIN)/python benchmarks/held_out.py --json benchmarks/results/held_out.json
 	$(BIN)/python benchmarks/tuning.py --json benchmarks/results/tuning.json
 	$(BIN)/python benchmarks/comparison.py --json benchmarks/results/comparison.json

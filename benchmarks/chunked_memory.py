@@ -30,7 +30,7 @@ from sparsebalance.training.config import CompareConfig, load_config
 from sparsebalance.training.engine import Engine
 from sparsebalance.training.memory import sample_memory
 from sparsebalance.training.model import build_model, identity_of
-from sparsebalance.training.parallel import FlatGradients, start
+from sparsebalance.training.parallel import FlatGradients, Ranks, start
 from sparsebalance.training.session import configured_policy, read_tokenizer
 
 TOKENS = (4096, 16_384, 65_536)
@@ -87,9 +87,9 @@ def memory_row(case: Row) -> Row:
     start(config.parallel)
     vocabulary = len(read_tokenizer(config.data.tokenizer))
     model = build_model(config.model, config.attention, vocabulary, tokens, config.seed)
-    gradients, attention = FlatGradients(model), config.attention
+    gradients, attention = FlatGradients(dict(model.named_parameters()), Ranks(0, 1)), config.attention
     identity = identity_of(model.config, config)
-    engine = Engine(model, attention.block_size, attention.granularity, config.model.checkpointing)
+    engine = Engine.whole(model, attention.block_size, attention.granularity, config.model.checkpointing)
     sample = Sample(0, tokens, min(tokens // 10, MOST_TARGETS))
     examples = [random_example(tokens, sample.targets, vocabulary, np.random.default_rng(0))]
     # Where all runs on one rank, a plan needs no times: the analytic model stands for them.

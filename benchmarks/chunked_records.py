@@ -17,7 +17,7 @@ from sparsebalance.planning.latency import TERMS, unit_terms
 from sparsebalance.planning.plan import MicroBatch, StepPlan
 from sparsebalance.planning.policy import Policy
 from sparsebalance.planning.table import LatencyTable
-from sparsebalance.training.engine import RankResult, UnitTime
+from sparsebalance.training.results import RankResult, UnitTime
 
 Row = dict[str, Any]
 

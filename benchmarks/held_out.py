@@ -109,10 +109,10 @@ def table(result: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"{count} documents of {SHORTEST:,} to {LONGEST:,} tokens that the curves were not made of; budgets of layers "
-            f"and documents by `waterfill`, threshold {THRESHOLD}; attention time against the uniform budget, analytic "
-            "(H200); expected: coverage by the curves that the budgets were chosen by; at best: chosen by each "
-            "document's own curves, without limits, which no rule that sets budgets by layer and document can beat.",
+            f"{count} documents of {SHORTEST:,} to {LONGEST:,} tokens that the curves were not made of; budgets of "
+            f"layers and documents by `waterfill`, threshold {THRESHOLD}; attention time against the uniform budget, "
+            "analytic (H200); expected: coverage by the curves that the budgets were chosen by; at best: chosen by "
+            "each document's own curves, without limits: no rule that sets budgets by layer and document can beat it.",
         ]
     )
 
@@ -123,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     found = rows()
     shown = Table(box=None, header_style="bold")
-    for name in ("budget", "variant", "time", "uniform coverage", "coverage", "expected", "best time", "best coverage"):
+    for name in ("budget", "variant", "time", "uniform", "coverage", "expected", "best time", "best coverage"):
         shown.add_column(name, justify="right")
     for row in found:
         numbers = (f"{row[name]:.3f}" for name in FIGURES)

@@ -14,6 +14,7 @@ from typing import Any
 import batching_tables
 import chunked_tables
 import held_out as held_out_tables
+import pipeline_records
 import planning_time as planning_time_table
 import tuning_tables
 from sparsebalance.planning.policy import is_ours
@@ -149,6 +150,11 @@ def tuning() -> str:
     return tuning_tables.table(result_of("tuning"))
 
 
+def pipeline_step() -> str:
+    """Two stages for real: replayed, measured, simulated."""
+    return pipeline_records.table(result_of("pipeline_step"))
+
+
 def held_out() -> str:
     """What moved budget covers of documents that it was not chosen by."""
     return held_out_tables.table(result_of("held_out"))
@@ -164,6 +170,7 @@ PAGES: dict[str, tuple[Callable[[], str], ...]] = {
     "docs/batching.md": (batching, planning_time),
     "docs/chunks.md": (chunked_step,),
     "docs/tuning.md": (held_out, tuning),
+    "docs/parallel.md": (pipeline_step,),
 }
 """Page -> what is generated in it, between marks of the function's name."""
 

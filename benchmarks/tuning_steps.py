@@ -24,9 +24,9 @@ from sparsebalance.planning.plan import StepPlan
 from sparsebalance.planning.policy import Policy, plan_step
 from sparsebalance.planning.table import LatencyTable
 from sparsebalance.training.config import CompareConfig
-from sparsebalance.training.engine import Probes, as_run, merged
 from sparsebalance.training.feedback import Feedback, Learner
 from sparsebalance.training.records import probe_record
+from sparsebalance.training.results import Probes, as_run, merged
 from sparsebalance.training.session import Session, configured_policy
 
 NAMES = ("random", "dst", "kk_tokens", "sab", "sab+anchor", "sab+slack", "sab_dst")
@@ -124,7 +124,7 @@ def probed(session: Session, plan: StepPlan) -> Probes:
     """Coverage of all samples of a plan, on every rank."""
     rows = session.config.attention.probe_rows
     return merged(
-        session.ranks.gather(session.engine.probe(plan.ranks[session.ranks.rank], session.data.examples, rows))
+        session.ranks.gather(session.engine.probe(plan.ranks[session.ranks.replica], session.data.examples, rows))
     )
 
 

@@ -48,7 +48,7 @@ def tiny_model(
 
 
 def engine(model: PreTrainedModel, granularity: Granularity = "token", checkpointing: bool = False) -> Engine:
-    return Engine(model, 4, granularity, checkpointing)
+    return Engine.whole(model, 4, granularity, checkpointing)
 
 
 def example(length: int, targets: int, seed: int = 0) -> Example:

@@ -109,14 +109,14 @@ def _in_processes(
     check: Callable[[], None],
     work: Callable[[Ranks, Console], dict[str, Any] | None],
 ) -> int:
-    """Check the input here, then do `work` in each of `parallel.dp` processes (or in those of torchrun)."""
+    """Check the input here, then do `work` in each of the processes of `parallel` (or in those of torchrun)."""
     from sparsebalance.training.launch import is_worker, launch, record_failure
     from sparsebalance.training.parallel import start, stop
 
     if not is_worker():
         check()
-        if config.parallel.dp > 1:
-            return launch(arguments, config.parallel.dp)
+        if config.parallel.topology.world_size > 1:
+            return launch(arguments, config.parallel.topology.world_size)
     try:
         ranks = start(config.parallel)
         result = work(ranks, _console(as_json))
@@ -182,7 +182,7 @@ def _profile(arguments: list[str]) -> int:
     mine, rest = own.parse_known_args(arguments)
     example = (
         "Example: sparsebalance profile --table runs/latency_table.json --check. Measures the configured model "
-        "on this machine, in parallel.dp processes at once as training will run; --check prints the table's error "
+        "on this machine, in as many processes at once as training will run; --check prints the table's error "
         "on micro-batches that it has no point for; --balance.measure-s gives it more time."
     )
     config, options = _configured(rest, RunConfig, "profile", example)

@@ -21,8 +21,8 @@ EMPTY = MicroBatch((), (3, 3), Latency(0.0, 0.0))
 def main() -> None:
     ranks = start(ParallelConfig(dp=2, timeout_s=60))
     model = tiny_model()
-    flat = FlatGradients(model)
-    engine = Engine(model, 4, "token")
+    flat = FlatGradients(dict(model.named_parameters()), ranks)
+    engine = Engine.whole(model, 4, "token")
     found: dict[str, object] = {}
 
     def difference(examples: list, placement: list[list[MicroBatch]]) -> list[float]:  # type: ignore[type-arg]

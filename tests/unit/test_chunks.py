@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sparsebalance.attention.state import LayerState, SampleState
 from sparsebalance.planning.batching import EMPTY, cut, pack_first_fit
 from sparsebalance.planning.plan import Latency, MicroBatch
-from sparsebalance.training.engine import RankResult
+from sparsebalance.training.results import RankResult
 from tests.models import engine, example, gradients, largest_difference, samples, tiny_model, unit
 
 BLOCK = 4  # of tests.models.engine

@@ -159,8 +159,8 @@ def test_a_comparison_whose_policies_train_differently_fails(
 
     honest = Engine.run
 
-    def wrong(self: Engine, units: Any, examples: Any, denominator: int, probe_rows: int = 0) -> Any:
-        return honest(self, units, examples, denominator + (len(units) == 1), probe_rows)
+    def wrong(self: Engine, units: Any, examples: Any, denominator: int, *rest: Any) -> Any:
+        return honest(self, units, examples, denominator + (len(units) == 1), *rest)
 
     monkeypatch.setattr(Engine, "run", wrong)
     path = config(tmp_path, steps=1, policies=["random", "nextfit_packing"])

@@ -16,6 +16,7 @@ from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.memory import MB, MemoryModel, MemoryParts, StageLayers
 from sparsebalance.planning.pipeline import split_layers
 from sparsebalance.planning.plan import Latency, MicroBatch, Sample, Segment
+from sparsebalance.planning.schedule import Action, one_forward_one_backward
 from sparsebalance.planning.table import Identity
 from sparsebalance.planning.units import cut
 from sparsebalance.planning.work import Granularity
@@ -27,6 +28,7 @@ from sparsebalance.training.config import (
     ParallelConfig,
     RunConfig,
 )
+from sparsebalance.training.engine import _Step
 from sparsebalance.training.memory import (
     available_mb,
     chain_memory,
@@ -183,7 +185,7 @@ def kept_and_predicted(granularity: Granularity, checkpointing: bool, layers: in
     row = pack(planned, examples)
     context = runner.context(planned, row)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = runner.hidden(row, context)
+        hidden = runner.stages[0].hidden(row, context)
     assert hidden.requires_grad
     for selection in context._selections.values():
         for field in fields(selection):
@@ -234,18 +236,19 @@ def kept_by_chunks(granularity: Granularity, checkpointing: bool, keep_chunks: i
             kept[storage.data_ptr()] = storage
         return tensor
 
-    passes, graphs = runner._passes(units, 0.0, examples, 1, 0), []
+    step = _Step(runner, units, examples, 1, 0, one_forward_one_backward((len(units),), 1))
+    passes, graphs = [step._pass(Action("F", place, 0)) for place in range(len(units))], []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for one in passes:
-            with torch.set_grad_enabled(not one._unit.recompute):
-                graphs.append(runner.hidden(one._row, one._context))
+            with torch.set_grad_enabled(not one.unit.recompute):
+                graphs.append(one.stage.hidden(one.row, one.context))
     for one in passes:
-        for selection in one._context._selections.values():
+        for selection in one.context._selections.values():
             for field in fields(selection):
                 value = getattr(selection, field.name)
                 if isinstance(value, torch.Tensor):
                     keep(value)
-    state = passes[0]._context.state
+    state = passes[0].context.state
     assert state is not None
     for layer in state._layers.values():
         for value in (layer.keys, layer.values):

@@ -23,9 +23,9 @@ from sparsebalance.planning.coverage import BUDGET_GRID, at_budgets
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.latency import RooflineModel, unit_terms
 from sparsebalance.planning.plan import Latency, MicroBatch, OnlineTuning, Segment, StepPlan, Topology
-from sparsebalance.training.engine import RankResult, UnitTime, as_run
 from sparsebalance.training.feedback import Feedback, Learner
 from sparsebalance.training.records import budget_record, probe_record, worker_records
+from sparsebalance.training.results import RankResult, UnitTime, as_run
 from sparsebalance.training.sparse_attention import SparseContext
 from tests.models import engine, example, gradients, largest_difference, tiny_model, unit
 from tests.unit.test_attention import inputs
@@ -369,7 +369,7 @@ def test_what_was_used_is_what_is_learned_and_recorded(roofline: RooflineModel) 
     assert list(learner.feedback().correction.terms.values()) == pytest.approx([1.0] * 4)
     learner.learn_budgets(used)
     assert learner.feedback().budgets["dst"].samples[0].tolist() == list(nine)
-    record = worker_records(plan, roofline, results, [0.0, 0.0])[0]["units"][0]
+    record = worker_records(plan, roofline, [[result] for result in results])[0]["units"][0]
     assert (record["budgets"], record["planned_budgets"]) == (list(nine), [4] * roofline.layers)
     assert record["measured"]["tune_ms"] == 2.5
     assert budget_record(plan.ranks[1][0], results[1].units[0]) == {"budgets": [4] * roofline.layers}

@@ -52,14 +52,16 @@ def test_the_examples_run_as_shown() -> None:
     assert sum(names["tokens"]) <= 256
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/batching.md", "docs/chunks.md", "docs/tuning.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/batching.md", "docs/chunks.md", "docs/tuning.md", "docs/parallel.md"]
+)
 def test_the_tables_are_the_committed_results(page: str) -> None:
     assert tables().filled(page) == (ROOT / page).read_text()
 
 
 RESULTS = (
     "attention", "predictor", "planner", "correction", "comparison", "batching", "planning_time", "chunked_step",
-    "tuning", "held_out",
+    "tuning", "held_out", "pipeline_step",
 )  # fmt: skip
 
 

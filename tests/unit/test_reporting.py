@@ -283,6 +283,74 @@ def test_waiting_before_the_all_reduce_begins_where_the_last_backward_ends() -> 
     assert wait["ts"] == 94_000
 
 
+def pipelined(step: dict[str, Any]) -> dict[str, Any]:
+    """A policy's step on one rank with two stages and one unit of 30 ms; stage 1 waits for stage 0 and it for 1."""
+    rows = [
+        [["F", 0, 0, 0, 5, 0, 5], ["I", 0, 0, 15, 20, 17, 22], ["W", 0, 0, 20, 24, 22, 26]],
+        [["F", 0, 1, 5, 10, 5, 11], ["I", 0, 1, 10, 15, 11, 17], ["W", 0, 1, 15, 19, 17, 21]],
+    ]
+    workers = [
+        {"rank": 0, "stage": stage, "all_reduce_ms": wait, "waiting_ms": {}, "actions": actions}
+        for stage, (actions, wait) in enumerate(zip(rows, (1.0, 6.0)))
+    ]
+    return step | {"workers": workers, "bubble": {"planned": 0.25, "measured": 0.5}, "step_ms": 28.0}
+
+
+def piped() -> dict[str, Any]:
+    return {"step": 0, "policies": {name: pipelined(policy_step([[30.0]])) for name in NAMES}}
+
+
+def test_the_timeline_of_a_comparison_shows_stages_and_what_they_wait() -> None:
+    figure = figures.timeline(piped(), ["random", "sab"])
+    bars = [bar for bar in figure.data if bar.xaxis == "x2"]
+    assert [bar.name for bar in bars] == ["forward", "input gradient", "weight gradient", "waiting"]
+    found = {bar.name: list(zip(bar.y, bar.base, bar.x)) for bar in bars}
+    one, two = "rank 0 stage 0", "rank 0 stage 1"
+    assert found["forward"] == [(one, 0, 5), (two, 5, 6)]
+    assert found["weight gradient"] == [(one, 22, 4), (two, 17, 4)]
+    assert found["waiting"] == [(one, 5, 12), (one, 26, 1), (two, 0, 5), (two, 21, 6)]
+    assert "W0 on stage 1: 4.0 ms, planned 4.0<br>30 tokens, 15 targets, samples 30<br>" in bars[2].hovertext[1]
+    assert [a.text for a in figure.layout.annotations] == [
+        "random: 28 ms, 50% waiting, 25% as planned",
+        "sab: 28 ms, 50% waiting, 25% as planned",
+    ]
+    plain = figures.timeline(records()[0], ["random", "sab"])
+    assert [bar.name for bar in plain.data] == ["forward", "backward", "waiting"] * 2
+    assert [a.text for a in plain.layout.annotations] == ["random", "sab"]
+
+
+def test_the_trace_of_a_comparison_has_a_track_a_stage() -> None:
+    events = [event for event in trace_events(piped()) if event["pid"] == 0]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["rank 0 stage 0", "rank 0 stage 1"]
+    slices = [(e["tid"], e["name"], e["ts"] / 1e3, e["dur"] / 1e3) for e in events if e["ph"] == "X"]
+    assert slices == [
+        (0, "F0", 0, 5),
+        (0, "I0", 17, 5),
+        (0, "W0", 22, 4),
+        (0, "all-reduce and waiting", 26, 1),
+        (1, "F0", 5, 6),
+        (1, "I0", 11, 6),
+        (1, "W0", 17, 4),
+        (1, "all-reduce and waiting", 21, 6),
+    ]
+
+
+def test_the_summary_of_pipelines_counts_all_their_workers() -> None:
+    """30 ms of one rank are 15 of each stage, of 28."""
+    policies, _ = summarise([piped() | {"targets": 15}] * 2, NAMES, ["sab_dst"])
+    assert policies["sab"]["busy_fraction"] == pytest.approx(30 / (2 * 28))
+    assert policies["sab"]["bubble"] == {"planned": 0.25, "measured": 0.5}
+    assert summarise(records(), NAMES, ["sab_dst"])[0]["sab"]["bubble"] is None
+
+
+def test_the_page_of_pipelines_goes_stage_by_stage(summary: dict[str, Any], tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", summary, [piped()])
+    page = (tmp_path / "report.html").read_text()
+    assert "Where the time goes: step 0, stage by stage" in page
+    write_report(tmp_path / "report.html", summary, records())
+    assert "rank by rank" in (tmp_path / "report.html").read_text()
+
+
 def test_dense_chunks_is_a_baseline_however_fast_it_is() -> None:
     steps = records()
     for step in steps:

@@ -41,7 +41,7 @@ def costs_of(seed: int, stages: int, units: int) -> StageCosts:
     """Random costs, some of them exactly 0."""
     random = np.random.default_rng(seed)
     times = [random.uniform(0.1, 3, (stages, units)) * (random.random((stages, units)) > 0.1) for _ in range(3)]
-    return StageCosts(*times, *random.uniform(0, 2, (2, stages, units)), released_by_input=float(random.random()))
+    return StageCosts(*times, *random.uniform(0, 2, (2, stages, units)), random.uniform(0, 3, (stages, units)))
 
 
 def live(actions: tuple[Action, ...]) -> np.ndarray:
@@ -73,12 +73,13 @@ def test_every_list_schedule_passes_the_check_and_keeps_its_cap(
         units = [max(chains) + seed % 3] * stages
         schedule = list_schedule(chains, costs, split, transfer.tolist(), live_units=units)
         ones, times = np.ones((stages, sum(chains))), (costs.forward_ms, costs.input_ms, costs.weight_ms)
-        counted = StageCosts(*times, ones, released_by_input=costs.released_by_input)
+        counted = StageCosts(*times, ones)
         most = units[0]
     else:
         ends = np.cumsum(chains)
         held = costs.activation_mb + costs.state_mb
-        most = max(held[:, end - size : end].sum(1).max() for end, size in zip(ends, chains)) * 1.2
+        room = np.maximum(costs.deferred_mb - costs.activation_mb, 0).max(1) * split
+        most = max((held[:, end - size : end].sum(1) + room).max() for end, size in zip(ends, chains)) * 1.2
         schedule = list_schedule(chains, costs, split, transfer.tolist(), cap_mb=most)
         counted = costs
     check_schedule(schedule, chains, stages)

@@ -16,7 +16,9 @@ from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import Sample, Topology
 from sparsebalance.planning.policy import named_policy, plan_step
 from sparsebalance.training import checkpoint
+from sparsebalance.training.checkpoint_writer import CheckpointWriter
 from sparsebalance.training.config import BalanceConfig, OptimizerConfig, ParallelConfig, RunConfig
+from sparsebalance.training.engine import Engine
 from sparsebalance.training.feedback import Feedback, Learner
 from sparsebalance.training.memory import sample_memory
 from sparsebalance.training.metrics import MetricsFile
@@ -30,6 +32,19 @@ from tests.unit.test_latency import IDENTITY, make_table
 ALONE = Ranks(0, 1)
 
 
+def save(
+    folder: Path, ranks: Ranks, step: int, one: Engine, optimizer: torch.optim.Optimizer, state: Any, keep_last: int
+) -> Path:
+    """One checkpoint, on disk when it returns."""
+    writer = CheckpointWriter(folder, ranks, one, optimizer, keep_last)
+    try:
+        writer.save(step, state)
+        writer.finish()
+    finally:
+        writer.close()
+    return folder / f"checkpoint-{step}"
+
+
 def test_warm_up_then_cosine_to_the_floor() -> None:
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
     rates = [learning_rate(config, step, 11) for step in range(11)]
@@ -41,7 +56,7 @@ def test_warm_up_then_cosine_to_the_floor() -> None:
 
 
 def test_vectors_are_not_decayed() -> None:
-    optimizer = make_optimizer(tiny_model(), OptimizerConfig(weight_decay=0.3))
+    optimizer = make_optimizer(dict(tiny_model().named_parameters()), OptimizerConfig(weight_decay=0.3))
     decayed, plain = optimizer.param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert all(p.ndim >= 2 for p in decayed["params"])
@@ -50,7 +65,7 @@ def test_vectors_are_not_decayed() -> None:
 
 def test_flat_gradients_are_the_parameters_gradients() -> None:
     model = tiny_model()
-    flat = FlatGradients(model)
+    flat = FlatGradients(dict(model.named_parameters()), ALONE)
     examples = [example(20, 9)]
     engine(model).run([unit(examples, 0)], examples, 9)
     parts = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -92,17 +107,23 @@ def test_a_checkpoint_restores_model_optimiser_and_random_state(tmp_path: Path) 
         update(optimizer, 1e-2)
 
     model = tiny_model("float32")
-    optimizer, flat = make_optimizer(model, OptimizerConfig()), FlatGradients(model)
+    optimizer, flat = (
+        make_optimizer(dict(model.named_parameters()), OptimizerConfig()),
+        FlatGradients(dict(model.named_parameters()), ALONE),
+    )
     one_step(model, optimizer, flat)
-    checkpoint.save(tmp_path, ALONE, 1, model, optimizer, {"note": [0.1]}, keep_last=2)
+    save(tmp_path, ALONE, 1, engine(model), optimizer, {"note": [0.1]}, keep_last=2)
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))  # noqa: NPY002
     one_step(model, optimizer, flat)
 
     other = tiny_model("float32")
-    other_optimizer, other_flat = make_optimizer(other, OptimizerConfig()), FlatGradients(other)
+    other_optimizer, other_flat = (
+        make_optimizer(dict(other.named_parameters()), OptimizerConfig()),
+        FlatGradients(dict(other.named_parameters()), ALONE),
+    )
     found = checkpoint.latest(tmp_path)
     assert found is not None
-    state = checkpoint.load(found, ALONE, other, other_optimizer)
+    state = checkpoint.load(found, ALONE, engine(other), other_optimizer)
     assert (state["step"], state["note"]) == (1, [0.1])
     assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))  # noqa: NPY002
     one_step(other, other_optimizer, other_flat)
@@ -112,10 +133,10 @@ def test_a_checkpoint_restores_model_optimiser_and_random_state(tmp_path: Path) 
 
 def test_old_checkpoints_go_and_half_written_ones_never_count(tmp_path: Path) -> None:
     model = tiny_model("float32")
-    optimizer = make_optimizer(model, OptimizerConfig())
+    optimizer = make_optimizer(dict(model.named_parameters()), OptimizerConfig())
     assert checkpoint.latest(tmp_path) is None
     for step in (2, 9, 10):
-        checkpoint.save(tmp_path, ALONE, step, model, optimizer, {}, keep_last=2)
+        save(tmp_path, ALONE, step, engine(model), optimizer, {}, keep_last=2)
     (tmp_path / ".checkpoint-99.123").mkdir()
     (tmp_path / "checkpoint-old").mkdir()
     assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-10"
@@ -125,30 +146,48 @@ def test_old_checkpoints_go_and_half_written_ones_never_count(tmp_path: Path) ->
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("float32")
-    optimizer = make_optimizer(model, OptimizerConfig())
-    checkpoint.save(tmp_path, ALONE, 1, model, optimizer, {}, keep_last=1)
+    optimizer = make_optimizer(dict(model.named_parameters()), OptimizerConfig())
+    save(tmp_path, ALONE, 1, engine(model), optimizer, {}, keep_last=1)
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="no space"):
-        checkpoint.save(tmp_path, ALONE, 2, model, optimizer, {}, keep_last=1)
+    with pytest.raises(RuntimeError, match=r"checkpoint-2 could not be written: OSError: no space left on device"):
+        save(tmp_path, ALONE, 2, engine(model), optimizer, {}, keep_last=1)
     assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-1"
 
 
 def test_another_number_of_ranks_goes_on_without_the_random_state(tmp_path: Path) -> None:
     """The first of two ranks reads what one rank wrote; its own random state, of another process, stays."""
     model = tiny_model("float32")
-    path = checkpoint.save(tmp_path, ALONE, 7, model, make_optimizer(model, OptimizerConfig()), {}, keep_last=1)
+    path = save(
+        tmp_path,
+        ALONE,
+        7,
+        engine(model),
+        make_optimizer(dict(model.named_parameters()), OptimizerConfig()),
+        {},
+        keep_last=1,
+    )
     other = tiny_model("float32")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
     before = torch.rand(3).sum(), torch.get_rng_state()
-    assert checkpoint.load(path, Ranks(0, 2), other, make_optimizer(other, OptimizerConfig()))["step"] == 7
+    assert (
+        checkpoint.load(
+            path, Ranks(0, 2), engine(other), make_optimizer(dict(other.named_parameters()), OptimizerConfig())
+        )["step"]
+        == 7
+    )
     assert torch.equal(torch.get_rng_state(), before[1])
-    assert checkpoint.load(path, ALONE, other, make_optimizer(other, OptimizerConfig()))["step"] == 7
+    assert (
+        checkpoint.load(path, ALONE, engine(other), make_optimizer(dict(other.named_parameters()), OptimizerConfig()))[
+            "step"
+        ]
+        == 7
+    )
     assert not torch.equal(torch.get_rng_state(), before[1])
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -156,15 +195,15 @@ def test_another_number_of_ranks_goes_on_without_the_random_state(tmp_path: Path
 
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     model = tiny_model("float32")
-    optimizer = make_optimizer(model, OptimizerConfig())
-    path = checkpoint.save(tmp_path, ALONE, 1, model, optimizer, {}, keep_last=1)
+    optimizer = make_optimizer(dict(model.named_parameters()), OptimizerConfig())
+    path = save(tmp_path, ALONE, 1, engine(model), optimizer, {}, keep_last=1)
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     other = AutoModelForCausalLM.from_config(
         Qwen2Config(vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     )
     with pytest.raises(InputError, match="does not fit the configured model"):
-        checkpoint.load(path, ALONE, other, make_optimizer(other, OptimizerConfig()))
+        checkpoint.load(path, ALONE, engine(other), make_optimizer(dict(other.named_parameters()), OptimizerConfig()))
 
 
 def test_feedback_goes_on_with_another_number_of_ranks() -> None:
@@ -221,5 +260,5 @@ def test_unit_sizes_that_do_not_fit_in_memory_are_left_out() -> None:
 def test_processes_and_config_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(InputError, match=r"3 processes are running, but parallel\.dp is 2"):
+    with pytest.raises(InputError, match=r"3 processes are running, but parallel\.dp 2 x pp 1 x tp 1 x sp 1 needs 2"):
         start(ParallelConfig(dp=2))

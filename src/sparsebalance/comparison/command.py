@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
         console.print(f"note: {note}")
     with progress or nullcontext():
         table, rank_factors = session.latency_table(follow(progress, "measuring this machine, s"))
+        session = session.staged(table)
         names = list(config.policies)
         total = config.steps * len(names)
         task = progress.add_task("comparing policies", total=total) if progress else None
@@ -86,7 +88,7 @@ def compare(config: CompareConfig, ranks: Ranks, console: Console) -> dict[str, 
     summary = {
         "schema": SCHEMA,
         "machine": _machine(config, ranks),
-        "topology": {"dp": ranks.world, "pp": 1, "tp": 1, "sp": 1},
+        "topology": asdict(ranks.topology),
         "settings": _settings(session, config, len(records)),
         "baseline": names[0],
         "best_baseline": best,
@@ -127,7 +129,7 @@ def _settings(session: Session, config: CompareConfig, steps: int) -> dict[str, 
     identity, decoder = session.identity, session.identity.decoder
     return {
         "model": str(config.model.path) if config.model.path else "Qwen2 family, random weights",
-        "parameters": sum(p.numel() for p in session.engine.model.parameters()),
+        "parameters": sum(p.numel() for p in session.engine.named_parameters.values()),
         "layers": decoder.layers,
         "hidden": decoder.hidden,
         "heads": decoder.heads,

@@ -21,13 +21,14 @@ from sparsebalance.planning.imbalance import imbalance
 from sparsebalance.planning.latency import LatencyModel
 from sparsebalance.planning.pipeline import PipelineModel
 from sparsebalance.planning.plan import MicroBatch, Sample, StepPlan
-from sparsebalance.planning.policy import Policy, plan_step
+from sparsebalance.planning.policy import Policy, plan_and_timeline
 from sparsebalance.planning.table import LatencyTable
+from sparsebalance.planning.timeline import Timeline
 from sparsebalance.profiling.memory import PeakMemory
 from sparsebalance.training.config import CompareConfig
-from sparsebalance.training.engine import Probes, RankResult, UnitTime, as_run, merged
 from sparsebalance.training.feedback import Feedback, Learner
-from sparsebalance.training.records import budget_record, chunk_record, probe_record, worker_records
+from sparsebalance.training.records import bubble, budget_record, chunk_record, probe_record, worker_records
+from sparsebalance.training.results import Probes, RankResult, UnitTime, as_run, merged, of_replica, of_workers
 from sparsebalance.training.session import Session
 from sparsebalance.training.trainer import learning_rate, make_optimizer, update
 
@@ -36,16 +37,26 @@ OnPolicy = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """What one policy measured in one step, the same on every rank."""
+    """What one policy measured in one step, the same on every rank.
+
+    Attributes:
+        timeline: simulated, of the plan's pipelines; None without a pipeline.
+        workers: results, [data-parallel rank][worker of its pipeline].
+    """
 
     plan: StepPlan
+    timeline: Timeline | None
     planning_ms: float
     step_ms: float
-    all_reduce_ms: list[float]
-    results: list[RankResult]
+    workers: list[list[RankResult]]
     loss: float
     grad_norm: float
     peak_memory_mb: float | None
+
+    @cached_property
+    def results(self) -> list[RankResult]:
+        """Of the data-parallel ranks."""
+        return [of_replica(workers) for workers in self.workers]
 
     @cached_property
     def used(self) -> StepPlan:
@@ -68,7 +79,7 @@ def run_comparison(
         begin: `time.perf_counter()` from which the configured time limit counts.
         on_policy: called before a policy runs in a step, e.g. for a progress bar.
     """
-    optimizer = make_optimizer(session.engine.model, config.optimizer)
+    optimizer = make_optimizer(session.engine.named_parameters, config.optimizer)
     learner = Learner(table, Correction(rank_factors), config.balance.correction)
     policies = [session.policy(name, learner.corrected(learner.feedback())) for name in config.policies]
     pipeline = session.pipeline(table)
@@ -92,9 +103,9 @@ def run_comparison(
         baseline_gradients = torch.empty(0)
         for turn in range(len(policies)):
             index = (turn + step) % len(policies)
-            plan, planning_ms = plans[index]
+            plan, timeline, planning_ms = plans[index]
             on_policy(step, plan.policy)
-            measured[plan.policy] = _run(calibrated, plan, planning_ms, step)
+            measured[plan.policy] = _run(calibrated, plan, timeline, planning_ms, step)
             if index == 0:
                 baseline_gradients = session.gradients.buffer.clone()
         session.gradients.buffer.copy_(baseline_gradients)
@@ -106,7 +117,7 @@ def run_comparison(
         for policy in policies:
             if policy.tuned:
                 learner.learn_budgets(measured[policy.name].used)
-        records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes))
+        records.append(_record(step, rate, samples, measured, [p.name for p in policies], probes, model))
         followed.append(_planned_record(records[-1], measured[policies[-1].name], known, model))
         longest_s = max(longest_s, time.perf_counter() - step_begin)
     return records, followed
@@ -119,35 +130,38 @@ def _plan(
     samples: list[Sample],
     known: Feedback,
     pipeline: PipelineModel,
-) -> tuple[StepPlan, float]:
+) -> tuple[StepPlan, Timeline | None, float]:
     begin = time.perf_counter()
     expected = known.expected(policy.name, samples)
-    plan = plan_step(samples, model, session.topology, policy, known.curves, pipeline, expected)
+    plan, timeline = plan_and_timeline(samples, model, session.topology, policy, known.curves, pipeline, expected)
     planning_ms = (time.perf_counter() - begin) * 1e3
     plan.validate(samples, policy.token_cap)
     session.check_same_plan(plan)
-    return plan, planning_ms
+    return plan, timeline if session.topology.pp > 1 else None, planning_ms
 
 
 def _probe(session: Session, plan: StepPlan) -> Probes:
     rows = session.config.attention.probe_rows
-    mine = session.engine.probe(plan.ranks[session.ranks.rank], session.data.examples, rows)
+    mine = session.engine.probe(plan.ranks[session.ranks.replica], session.data.examples, rows)
     return merged(session.ranks.gather(mine))
 
 
-def _run(session: Session, plan: StepPlan, planning_ms: float, step: int) -> PolicyStep:
-    session.ranks.barrier()
+def _run(session: Session, plan: StepPlan, timeline: Timeline | None, planning_ms: float, step: int) -> PolicyStep:
+    ranks = session.ranks
+    schedule = None if timeline is None else timeline.runs[ranks.replica].program.schedule
+    ranks.barrier()
     with PeakMemory() as peak:
-        measured = session.run(plan, f"step {step}, policy {plan.policy}")
-    gathered = session.ranks.gather((*measured, planning_ms, peak.megabytes))
-    results, step_ms, all_reduce_ms, planning, memory = zip(*gathered, strict=True)
+        measured = session.run(plan, f"step {step}, policy {plan.policy}", schedule=schedule)
+    gathered = ranks.gather((*measured, planning_ms, peak.megabytes))
+    found, step_ms, waited, planning, memory = zip(*gathered, strict=True)
+    workers = of_workers(ranks.by_replica(list(zip(found, waited))), ranks.topology.tp)
     return PolicyStep(
         plan=plan,
+        timeline=timeline,
         planning_ms=max(planning),
         step_ms=max(step_ms),
-        all_reduce_ms=list(all_reduce_ms),
-        results=list(results),
-        loss=sum(result.loss for result in results),
+        workers=workers,
+        loss=sum(result.loss for own in workers for result in own),
         grad_norm=session.gradients.norm(),
         peak_memory_mb=None if None in memory else max(memory),
     )
@@ -172,7 +186,7 @@ def _planned_record(record: dict[str, Any], run: PolicyStep, known: Feedback, mo
         "imbalance_rank": imbalance([[ms] for ms in own["rank_busy_ms"]]).rank,
         "rank_factors": list(known.correction.ranks),
         "term_factors": dict(known.correction.terms),
-        "workers": worker_records(run.plan, model, run.results, run.all_reduce_ms),
+        "workers": worker_records(run.plan, model, run.workers, run.timeline),
     }
 
 
@@ -183,6 +197,7 @@ def _record(
     measured: dict[str, PolicyStep],
     names: list[str],
     probes: Probes,
+    model: LatencyModel,
 ) -> dict[str, Any]:
     return {
         "step": step,
@@ -191,17 +206,18 @@ def _record(
         "targets": sum(sample.targets for sample in samples),
         "samples": [{"id": s.id, "length": s.length, "targets": s.targets} for s in samples],
         "baseline_loss": measured[names[0]].loss,
-        "policies": {name: _policy_record(measured[name], probes) for name in names},
+        "policies": {name: _policy_record(measured[name], probes, model) for name in names},
     }
 
 
-def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
+def _policy_record(run: PolicyStep, probes: Probes, model: LatencyModel) -> dict[str, Any]:
     probe = probe_record(run.used, probes)
     assert probe is not None  # every step of a comparison is probed
     return {
+        **_pipeline_record(run, model),
         "step_ms": run.step_ms,
         "rank_busy_ms": [result.busy_ms for result in run.results],
-        "all_reduce_ms": run.all_reduce_ms,
+        "all_reduce_ms": [result.all_reduce_ms for result in run.results],
         "loss": run.loss,
         "grad_norm": run.grad_norm,
         "coverage": probe["router"],
@@ -230,4 +246,15 @@ def _policy_record(run: PolicyStep, probes: Probes) -> dict[str, Any]:
             ]
             for rank, result in zip(run.plan.ranks, run.results, strict=True)
         ],
+    }
+
+
+def _pipeline_record(run: PolicyStep, model: LatencyModel) -> dict[str, Any]:
+    """What a pipeline's workers did, action by action; nothing without one: its units say it all."""
+    if run.timeline is None:
+        return {}
+    workers = worker_records(run.plan, model, run.workers, run.timeline)
+    return {
+        "bubble": bubble(workers, run.plan.predicted_step_ms, run.step_ms),
+        "workers": [{key: value for key, value in worker.items() if key != "units"} for worker in workers],
     }

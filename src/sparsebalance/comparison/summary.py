@@ -75,7 +75,7 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
         ratios = ms[names[0]] / ms[name]
         unit_ms = [[[u["forward_ms"] + u["backward_ms"] for u in rank] for rank in step["units"]] for step in steps]
         uneven = [imbalance(ranks) for ranks in unit_ms]
-        busy = [sum(step["rank_busy_ms"]) / (len(step["rank_busy_ms"]) * step["step_ms"]) for step in steps]
+        busy = [sum(step["rank_busy_ms"]) / (_workers(step) * step["step_ms"]) for step in steps]
         error = [abs(step["predicted_step_ms"] / step["step_ms"] - 1) for step in steps]
         planning = [step["planning_ms"] for step in steps]
         memory = [step["peak_memory_mb"] for step in steps]
@@ -93,6 +93,7 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
                 "rank": float(np.mean([x.rank for x in uneven])),
             },
             "busy_fraction": float(np.mean(busy)),
+            "bubble": _bubble(steps),
             "coverage": float(np.mean([step["coverage"] for step in steps])),
             "oracle_coverage": float(np.mean([step["oracle_coverage"] for step in steps])),
             "mean_budget": float(np.mean([step["mean_budget"] for step in steps])),
@@ -108,6 +109,18 @@ def summarise(records: Sequence[Record], names: Sequence[str], tuned: Sequence[s
             "ours": is_ours(name),
         }
     return summary, best
+
+
+def _workers(policy: Record) -> int:
+    """Data-parallel ranks, or all workers of their pipelines."""
+    return len(policy["workers"] if "workers" in policy else policy["rank_busy_ms"])
+
+
+def _bubble(steps: Sequence[Record]) -> Record | None:
+    """Mean share of the pipelines' time that was waited, as planned and as measured; None without pipelines."""
+    if not all("bubble" in step for step in steps):
+        return None
+    return {side: float(np.mean([step["bubble"][side] for step in steps])) for side in ("planned", "measured")}
 
 
 def in_order(policies: dict[str, Record], records: Sequence[Record], apart: float = 0.02) -> tuple[int, int]:

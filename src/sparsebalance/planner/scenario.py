@@ -20,7 +20,7 @@ from sparsebalance.planning.latency import LatencyModel, RooflineModel, check_he
 from sparsebalance.planning.measured_curves import measured_curves
 from sparsebalance.planning.memory import MemoryModel
 from sparsebalance.planning.network import ring_all_reduce
-from sparsebalance.planning.pipeline import PipelineModel, ScheduleName, split_layers
+from sparsebalance.planning.pipeline import PipelineModel, ScheduleName
 from sparsebalance.planning.plan import Topology
 from sparsebalance.planning.simulator import Network
 from sparsebalance.planning.table import LatencyTable
@@ -65,7 +65,7 @@ class Scenario:
         if self.budget < 1:
             raise InputError(f"budget is {self.budget}, but the own block is always read: at least 1")
         check_heads(self.decoder, self.topology.tp, self.topology.sp)
-        split_layers(self.decoder.layers, PipelineModel(self.schedule).stages(self.topology))
+        PipelineModel(self.schedule).split(self.decoder.layers, self.topology)
         if (self.device is None) == (self.table is None):
             raise InputError("give either a device or a latency table")
         if self.table is not None and self.topology.tp * self.topology.sp > 1:
@@ -121,7 +121,7 @@ class Scenario:
         return PipelineModel(self.schedule, self._network(), self.memory)
 
     def _network(self) -> Network:
-        stages = split_layers(self.decoder.layers, PipelineModel(self.schedule).stages(self.topology))
+        stages = PipelineModel(self.schedule).split(self.decoder.layers, self.topology)
         gradients_mb = [self.memory.static(stage)[1] for stage in stages]
         topology = self.topology
         if self.device is None:
@@ -142,7 +142,7 @@ class Scenario:
 
     def static_mb(self) -> list[float]:
         """Weights, gradients and optimiser of each worker's device."""
-        stages = split_layers(self.decoder.layers, self.pipeline.stages(self.topology))
+        stages = self.pipeline.split(self.decoder.layers, self.topology)
         per_stage = [sum(self.memory.static(stage)) for stage in stages]
         return [sum(per_stage[worker :: self.topology.pp]) for worker in range(self.topology.pp)]
 

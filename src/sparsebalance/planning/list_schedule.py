@@ -57,9 +57,9 @@ def list_schedule(
         costs: of all stages and units.
         split: I and W instead of B.
         transfer_ms: [units], time from a stage to its neighbour; 0 if not given.
-        live_units: [stages], most units that a stage holds at a time. F takes 1 and B releases it; I releases
-            `costs.released_by_input` of it and W the rest. By default every stage may hold what the first one holds in
-            chunk-aware 1F1B, stages - 1 + the longest chain; without this cap if `cap_mb` is given.
+        live_units: [stages], most units that a stage holds at a time. F takes 1 and B releases it; I and W release
+            half of it each. By default every stage may hold what the first one holds in chunk-aware 1F1B, stages - 1 +
+            the longest chain; without this cap if `cap_mb` is given.
         cap_mb: most megabytes of activations and state on a stage, counted as in `StageCosts`.
 
     Raises:
@@ -85,12 +85,14 @@ def list_schedule(
 
 @dataclass(frozen=True)
 class _Memory:
-    """Amounts that the actions take and release on each stage, [stages][units], and per stage the most to hold."""
+    """Amounts that the actions take and release on each stage, [stages][units], and per stage the most to hold and
+    what forwards leave free of it."""
 
     taken: Rows
     by_backward: Rows
     by_weight: Rows
     caps: list[float]
+    room: list[float]
 
 
 def _unit_caps(chains: tuple[int, ...], costs: StageCosts, split: bool, live_units: Sequence[float] | None) -> _Memory:
@@ -98,26 +100,29 @@ def _unit_caps(chains: tuple[int, ...], costs: StageCosts, split: bool, live_uni
     caps = [float(stages - 1 + longest)] * stages if live_units is None else [float(cap) for cap in live_units]
     if len(caps) != stages or not min(caps) >= longest:
         raise InputError(f"live_units is {caps}; it needs {stages} values of at least {longest}, the longest chain")
-    later = 1.0 - costs.released_by_input if split else 0.0
+    later = 0.5 if split else 0.0
     return _Memory(
         taken=[[1.0] * units] * stages,
         by_backward=[[1.0 - later] * units] * stages,
         by_weight=[[later] * units] * stages,
         caps=[cap + ROUNDING for cap in caps],
+        room=[0.0] * stages,
     )
 
 
 def _mb_cap(chains: tuple[int, ...], costs: StageCosts, split: bool, cap_mb: float) -> _Memory:
     heads = [0, *accumulate(chains)][:-1]
     state = np.add.reduceat(costs.state_mb, heads, axis=1)
-    needed = float((np.add.reduceat(costs.activation_mb, heads, axis=1) + state).max())
+    # Room for an input gradient that leaves more than it releases, once weight gradients are done.
+    room = np.maximum(costs.deferred_mb - costs.activation_mb, 0.0).max(1) if split else np.zeros(costs.stages)
+    needed = float(((np.add.reduceat(costs.activation_mb, heads, axis=1) + state).max(1) + room).max())
     if not cap_mb >= needed:
         raise InputError(f"cap_mb is {cap_mb}, but one chain alone holds {needed:.6g} MB on a stage; raise the cap")
     taken = costs.activation_mb.copy()
     taken[:, heads] += state
-    by_weight = costs.activation_mb * (1.0 - costs.released_by_input if split else 0.0)
+    by_weight = costs.deferred_mb if split else np.zeros_like(taken)
     caps = [cap_mb * (1.0 + ROUNDING)] * costs.stages
-    return _Memory(taken.tolist(), (taken - by_weight).tolist(), by_weight.tolist(), caps)
+    return _Memory(taken.tolist(), (taken - by_weight).tolist(), by_weight.tolist(), caps, room.tolist())
 
 
 def _run(chains: tuple[int, ...], costs: StageCosts, split: bool, transfer: list[float], memory: _Memory) -> Schedule:
@@ -133,6 +138,7 @@ def _run(chains: tuple[int, ...], costs: StageCosts, split: bool, transfer: list
     backwards = [*backward_order(chains), units]
     forward_count, backward_count, weight_count = [0] * stages, [0] * stages, [0] * stages
     held, free = [0.0] * stages, [0.0] * stages
+    free_mb = [cap - room for cap, room in zip(memory.caps, memory.room)]  # for forwards
     actions: list[list[Action]] = [[] for _ in range(stages)]
     events = [(0.0, stage) for stage in range(stages)]  # times at which a stage may have something new to run
     while events:
@@ -141,7 +147,10 @@ def _run(chains: tuple[int, ...], costs: StageCosts, split: bool, transfer: list
             continue
         unit = backwards[backward_count[stage]]
         forward = forward_count[stage]
-        if gradient_at[stage][unit] <= now:
+        pending = split and weight_count[stage] < backward_count[stage]
+        # Weight gradients make room for an input gradient that leaves more than it releases.
+        fits = held[stage] - memory.by_backward[stage][min(unit, units - 1)] <= memory.caps[stage] or not pending
+        if gradient_at[stage][unit] <= now and fits:
             kind: Kind = backward_kind
             end = now + took[kind][stage][unit]
             backward_count[stage] += 1
@@ -150,7 +159,7 @@ def _run(chains: tuple[int, ...], costs: StageCosts, split: bool, transfer: list
                 arrival = end + transfer[unit]
                 gradient_at[stage - 1][unit] = arrival
                 heapq.heappush(events, (arrival, stage - 1))
-        elif input_at[stage][forward] <= now and held[stage] + memory.taken[stage][forward] <= memory.caps[stage]:
+        elif input_at[stage][forward] <= now and held[stage] + memory.taken[stage][forward] <= free_mb[stage]:
             kind, unit = "F", forward
             end = now + took[kind][stage][unit]
             forward_count[stage] += 1
@@ -161,7 +170,7 @@ def _run(chains: tuple[int, ...], costs: StageCosts, split: bool, transfer: list
                 heapq.heappush(events, (arrival, stage + 1))
             else:
                 gradient_at[stage][unit] = end
-        elif split and weight_count[stage] < backward_count[stage]:
+        elif pending:
             kind, unit = "W", backwards[weight_count[stage]]
             end = now + took[kind][stage][unit]
             weight_count[stage] += 1

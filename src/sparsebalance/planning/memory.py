@@ -110,6 +110,13 @@ class MemoryModel:
         per_token += 2 * d.hidden * self.dtype_bytes if head else 0
         return tokens * per_token / (self.tp * self.sp) / MB
 
+    def deferred_mb(self, tokens: float, layers: int) -> float:
+        """Kept from a unit's input gradients to its weight gradients where these come apart, on each of tp * sp
+        devices: of the linear layers the inputs, which some share, and the gradients of their outputs."""
+        d = self.decoder
+        width = 4 * d.hidden + (2 * d.heads + 2 * d.kv_heads) * d.head_dim + 3 * d.intermediate
+        return tokens * layers * width * self.dtype_bytes / (self.tp * self.sp) / MB
+
     def working_mb(self, tokens: float) -> float:
         """Held for a moment in a unit's backward: gradients inside one layer, and its recomputed activations."""
         d = self.decoder

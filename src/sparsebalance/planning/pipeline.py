@@ -1,7 +1,7 @@
 """A step plan as pipelines: what every unit costs on every stage, and the schedule that a stage follows.
 
 In: units per rank, a latency model, the topology, optionally a memory model. Out: `Pipeline`s and their simulated
-`Timeline`. Layers are shared out evenly over the stages; the head runs on the last one.
+`Timeline`. Layers are shared out evenly over the stages, or by time (`layers_by_time`); the head runs on the last one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparsebalance.planning.schedule import Schedule, gpipe, interleaved, one_fo
 from sparsebalance.planning.simulator import Network, Pipeline, StageCosts, simulate
 from sparsebalance.planning.timeline import Timeline
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "auto"]
 VIRTUAL_STAGES = 2  # of each worker under the interleaved schedule
 
 
@@ -30,14 +30,17 @@ class PipelineModel:
     """Everything besides time per unit that the simulated step depends on.
 
     Attributes:
-        schedule: what each stage's action list is made by.
+        schedule: what each stage's action list is made by; "auto" takes for every rank and step what is simulated
+            faster, "1f1b" or "zero_bubble".
         network: transfers between stages, and the gradient all-reduce.
         memory: sizes of activations; None leaves memory out.
+        layers: of each stage; None shares them out evenly.
     """
 
     schedule: ScheduleName = "1f1b"
     network: Network = field(default_factory=Network)
     memory: MemoryModel | None = None
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(ScheduleName):
@@ -46,6 +49,21 @@ class PipelineModel:
     def stages(self, topology: Topology) -> int:
         """Stages of the model, several on one worker under the interleaved schedule."""
         return topology.pp * (VIRTUAL_STAGES if self.schedule == "interleaved" and topology.pp > 1 else 1)
+
+    def split(self, layers: int, topology: Topology) -> tuple[StageLayers, ...]:
+        """Of a model with so many layers.
+
+        Raises:
+            InputError: more stages than layers, or stages that were cut for another model or topology.
+        """
+        count = self.stages(topology)
+        if self.layers is None:
+            return split_layers(layers, count)
+        if sum(self.layers) != layers or len(self.layers) != count:
+            raise InputError(
+                f"stages of {list(self.layers)} layers do not fit a model of {layers} on {count} stages; cut it again"
+            )
+        return tuple(StageLayers(own, s == 0, s == count - 1) for s, own in enumerate(self.layers))
 
 
 def split_layers(layers: int, stages: int) -> tuple[StageLayers, ...]:
@@ -58,6 +76,29 @@ def split_layers(layers: int, stages: int) -> tuple[StageLayers, ...]:
         raise InputError(f"{stages} pipeline stages for {layers} layers; a stage needs at least one layer")
     whole, rest = divmod(layers, stages)
     return tuple(StageLayers(whole + (s < rest), s == 0, s == stages - 1) for s in range(stages))
+
+
+def layers_by_time(units: Sequence[MicroBatch], model: LatencyModel, stages: int) -> tuple[int, ...]:
+    """Layers of each stage such that the slowest takes least time for these units, the head counted where it runs.
+
+    All layers take the same time; the embedding's is nothing beside a layer's.
+
+    Raises:
+        InputError: more stages than layers.
+    """
+    split_layers(model.layers, stages)  # checks
+    terms = model.many_terms([unit.segments for unit in units], np.array([unit.budgets for unit in units])).sum((1, 2))
+    head_ms = float(terms[TERMS.index("head")])
+    layer_ms = (float(terms.sum()) - head_ms) / model.layers
+    if stages == 1:
+        return (model.layers,)
+
+    def slowest(last: int) -> float:
+        return max(layer_ms * last + head_ms, layer_ms * -(-(model.layers - last) // (stages - 1)))
+
+    # From an even share down: among equals the one that leaves the other stages least.
+    last = min(range(-(-model.layers // stages), 0, -1), key=slowest)
+    return (*(stage.layers for stage in split_layers(model.layers - last, stages - 1)), last)
 
 
 def simulate_plan(
@@ -79,7 +120,7 @@ def rank_pipelines(
     Raises:
         InputError: see `simulate_plan`.
     """
-    stages = split_layers(model.layers, pipeline.stages(topology))
+    stages = pipeline.split(model.layers, topology)
     return [_one_rank(units, model, model.rank_factor(rank), stages, pipeline) for rank, units in enumerate(ranks)]
 
 
@@ -87,7 +128,7 @@ def simulate_rank(
     rank: int, units: Sequence[MicroBatch], model: LatencyModel, topology: Topology, pipeline: PipelineModel
 ) -> float:
     """Milliseconds until one rank's last action ends, as in the whole plan, where it waits for no other rank."""
-    stages = split_layers(model.layers, pipeline.stages(topology))
+    stages = pipeline.split(model.layers, topology)
     alone = _one_rank(units, model, model.rank_factor(rank), stages, pipeline)
     return float(simulate([alone], pipeline.network).rank_ms[0])
 
@@ -106,8 +147,15 @@ def _one_rank(
     unit_mb = tokens * (memory.decoder.hidden * memory.dtype_bytes / 1e6 / (memory.tp * memory.sp) if memory else 0.0)
     network = pipeline.network
     transfer_ms = (network.latency_ms + unit_mb * network.ms_per_mb).tolist()
-    schedule = _schedule(pipeline.schedule, chains, costs, transfer_ms)
-    return Pipeline(schedule, chains, costs, unit_mb)
+
+    def made(name: ScheduleName) -> Pipeline:
+        return Pipeline(_schedule(name, chains, costs, transfer_ms), chains, costs, unit_mb)
+
+    if pipeline.schedule != "auto":
+        return made(pipeline.schedule)
+    # Greedy split backwards can lose where input and weight gradients differ much.
+    both = [made(name) for name in ("1f1b", "zero_bubble")] if costs.stages > 1 else [made("1f1b")]
+    return min(both, key=lambda one: float(simulate([one], network).rank_ms[0]))
 
 
 def _schedule(name: ScheduleName, chains: tuple[int, ...], costs: StageCosts, transfer_ms: list[float]) -> Schedule:
@@ -166,6 +214,7 @@ def stage_costs(
         costs,
         activation_mb=np.array([memory.activations_mb(1.0, s.layers, s.head) for s in stages])[:, None]
         * np.where(recompute, 0.0, tokens),
+        deferred_mb=np.array([memory.deferred_mb(1.0, s.layers) for s in stages])[:, None] * tokens,
         state_mb=np.array([memory.state_mb(1.0, s.layers) for s in stages])[:, None] * np.where(chunked, tokens, 0.0),
     )
 

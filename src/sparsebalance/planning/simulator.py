@@ -46,11 +46,11 @@ class StageCosts:
 
     Attributes:
         forward_ms, input_ms, weight_ms: [stages, units] float64; a whole backward takes input_ms + weight_ms.
-        activation_mb: [stages, units] float64, held from the start of F to the end of B. With a split backward, I
-            releases the share `released_by_input` at its end and W the rest. Zeros if not given.
+        activation_mb: [stages, units] float64, held from the start of F to the end of B, or of I. Zeros if not given.
         state_mb: [stages, units] float64, keys and values of chunks. The sum over a chain is taken at once, from the
             forward of its first chunk to the end of that chunk's backward (of I where it is split). Zeros if not given.
-        released_by_input: 0 to 1.
+        deferred_mb: [stages, units] float64, what I leaves for W: inputs of the linear layers and gradients of their
+            outputs, held from the end of I to the end of W. Half of the activations if not given.
 
     Raises:
         InputError: shapes differ or are not [stages, units], or a value is negative or not finite.
@@ -61,23 +61,22 @@ class StageCosts:
     weight_ms: Floats
     activation_mb: Floats = field(default_factory=_nothing)
     state_mb: Floats = field(default_factory=_nothing)
-    released_by_input: float = field(default=0.5, kw_only=True)
+    deferred_mb: Floats = field(default_factory=_nothing)
 
     def __post_init__(self) -> None:
         shape = np.shape(self.forward_ms)
         if len(shape) != 2 or 0 in shape:
             raise InputError(f"forward_ms has shape {shape}; it must be [stages, units] with at least one of each")
-        for name in ("forward_ms", "input_ms", "weight_ms", "activation_mb", "state_mb"):
+        for name in ("forward_ms", "input_ms", "weight_ms", "activation_mb", "state_mb", "deferred_mb"):
             values = np.asarray(getattr(self, name), dtype=np.float64)
             if name.endswith("_mb") and not values.size:
-                object.__setattr__(self, name, np.zeros(shape))
+                unknown = self.activation_mb / 2 if name == "deferred_mb" else np.zeros(shape)
+                object.__setattr__(self, name, unknown)
                 continue
             if values.shape != shape:
                 raise InputError(f"{name} has shape {values.shape}, but forward_ms has {shape}; both are per unit")
             _check_values(name, values)
             object.__setattr__(self, name, values)
-        if not 0 <= self.released_by_input <= 1:
-            raise InputError(f"released_by_input is {self.released_by_input}; it is a share from 0 to 1")
 
     @property
     def stages(self) -> int:
@@ -206,7 +205,7 @@ def simulate(pipelines: Sequence[Pipeline], network: Network | None = None) -> T
         for column, rank in enumerate(ranks):
             costs = pipelines[rank].costs
             times = durations[:, column], starts[:, column], ends[:, column], transfer[:, column]
-            runs[rank] = Run(program, *times, costs.activation_mb, costs.state_mb, costs.released_by_input)
+            runs[rank] = Run(program, *times, costs.activation_mb, costs.state_mb, costs.deferred_mb)
 
     # Bucket i of n ends no earlier than ready_i + (n - i + 1) / n * R. ready_i is convex in i (a maximum of lines),
     # so the latest of these bounds is that of the first or of the last bucket.

@@ -24,7 +24,7 @@ from sparsebalance.planning.budgets import (
     UnitBudgets,
 )
 from sparsebalance.planning.errors import InputError
-from sparsebalance.planning.pipeline import rank_pipelines, split_layers
+from sparsebalance.planning.pipeline import rank_pipelines
 from sparsebalance.planning.simulator import simulate
 from sparsebalance.planning.timeline import Timeline
 from sparsebalance.planning.waterfill import Ladder, no_loss, online_at, summed
@@ -122,7 +122,7 @@ class _Search:
         # The order of actions stays that of the default budgets while budgets are looked for.
         pipelines = rank_pipelines(step.ranks, step.model, step.topology, step.pipeline)
         self._pipelines = [pipeline.compiled() for pipeline in pipelines]
-        stages = split_layers(step.model.layers, step.pipeline.stages(step.topology))
+        stages = step.pipeline.split(step.model.layers, step.topology)
         counts = [stage.layers for stage in stages]
         self._stage_of = np.repeat(np.arange(len(stages)), counts)
         self._first_layer = np.cumsum([0, *counts[:-1]])

@@ -41,8 +41,7 @@ class Run:
         program: the compiled schedule.
         durations, starts, ends: [actions] float64, by action number.
         transfer_ms: [units] float64, from one worker to the next.
-        activation_mb, state_mb: [stages, units] float64, see `StageCosts`.
-        released_by_input: share of the activations that the input gradient releases.
+        activation_mb, state_mb, deferred_mb: [stages, units] float64, see `StageCosts`.
     """
 
     program: Program
@@ -52,14 +51,15 @@ class Run:
     transfer_ms: Floats
     activation_mb: Floats
     state_mb: Floats
-    released_by_input: float
+    deferred_mb: Floats
 
     def memory_mb(self) -> list[tuple[Floats, Floats]]:
         """Per worker: times [n] at which its memory changes, and the megabytes [n] from each time on."""
-        program, share = self.program, self.released_by_input
+        program = self.program
         activation = self.activation_mb[program.stage_of, program.units]
+        deferred = self.deferred_mb[program.stage_of, program.units]
         taken = np.where(program.kinds == _F, activation, 0.0)
-        released = activation * np.array([0.0, 1.0, share, 1.0 - share])[program.kinds]
+        released = np.choose(program.kinds, [np.zeros_like(activation), activation, activation - deferred, deferred])
         # A chain's whole state is there from the forward of its first chunk until that chunk's (input) gradient,
         # the last to run; computing weight gradients does not read it.
         heads = [0, *accumulate(program.chains)][:-1]

@@ -80,7 +80,7 @@ def measure(
         raise InputError(
             f"max_length {max_length} is below two blocks of {identity.block_size}; nothing to interpolate"
         )
-    engine = Engine(model, identity.block_size, identity.granularity, identity.checkpointing)
+    engine = Engine.whole(model, identity.block_size, identity.granularity, identity.checkpointing)
     grid = _Grid(identity, max_length, max_budget)
     begin = time.perf_counter()
     timing = Timing(engine, grid.reference(), gather)

@@ -15,7 +15,8 @@ import numpy as np
 
 from sparsebalance.planning.plan import Latency, MicroBatch, Segment
 from sparsebalance.training.data import IGNORE, Example
-from sparsebalance.training.engine import Engine, UnitTime
+from sparsebalance.training.engine import Engine
+from sparsebalance.training.results import UnitTime
 
 WINDOW = 2  # calls on either side whose references tell the speed at a moment
 PACKED_TOKENS = 2048  # short samples are measured packed up to this length, as they will run

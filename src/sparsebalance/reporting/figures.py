@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sparsebalance.reporting.planned.records import chunk_of
+from sparsebalance.reporting.planned.records import chunk_of, spans_of, worker_label
 
 Record = dict[str, Any]
 
-FORWARD, BACKWARD, WAIT = "#4c78a8", "#f58518", "#dddddd"
+FORWARD, BACKWARD, INPUT, WEIGHT, WAIT = "#4c78a8", "#f58518", "#e45756", "#72b7b2", "#dddddd"
+SPAN_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+KIND_COLORS = dict(zip((*SPAN_NAMES.values(), "waiting"), (FORWARD, BACKWARD, INPUT, WEIGHT, WAIT)))
 _BASELINE_COLORS = ("#7f7f7f", "#9ecae9", "#b279a2", "#d6a5c9", "#bab0ac", "#83bcb6", "#9d755d", "#c7b3e5")
 _OUR_COLORS = {"sab": "#54a24b", "dst": "#e45756", "sab_dst": "#1b7837"}
 
@@ -24,19 +27,32 @@ def policy_colors(names: Sequence[str]) -> dict[str, str]:
     return {name: _BASELINE_COLORS[i % len(_BASELINE_COLORS)] for i, name in enumerate(others)} | _OUR_COLORS
 
 
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    kind: str
+    lane: str
+    start_ms: float
+    took_ms: float
+    hover: str
+
+
 def timeline(record: Record, names: Sequence[str]) -> go.Figure:
-    """One step's ranks under each policy on a common time axis: forward, backward, waiting."""
-    figure = make_subplots(rows=len(names), cols=1, shared_xaxes=True, vertical_spacing=0.05, subplot_titles=names)
+    """One step's ranks, and stages of their pipelines, under each policy on a common time axis, as measured."""
+    bars = {name: _bars(record["policies"][name]) for name in names}
+    titles = [_title(name, record["policies"][name]) for name in names]
+    figure = make_subplots(rows=len(names), cols=1, shared_xaxes=True, vertical_spacing=0.05, subplot_titles=titles)
+    kinds = {bar.kind for own in bars.values() for bar in own}
     for row, name in enumerate(names, start=1):
-        step = record["policies"][name]
-        for kind, color in (("forward", FORWARD), ("backward", BACKWARD), ("waiting", WAIT)):
-            bars = [bar for rank, units in enumerate(step["units"]) for bar in _bars(kind, rank, units, step)]
+        for kind, color in KIND_COLORS.items():
+            own = [bar for bar in bars[name] if bar.kind == kind]
+            if kind not in kinds:
+                continue
             figure.add_bar(
                 orientation="h",
-                y=[f"rank {rank}" for rank, _, _, _ in bars],
-                base=[start for _, start, _, _ in bars],
-                x=[took for _, _, took, _ in bars],
-                hovertext=[text for _, _, _, text in bars],
+                y=[bar.lane for bar in own],
+                base=[bar.start_ms for bar in own],
+                x=[bar.took_ms for bar in own],
+                hovertext=[bar.hover for bar in own],
                 hoverinfo="text",
                 marker={"color": color, "line": {"color": "white", "width": 0.6}},
                 name=kind,
@@ -45,30 +61,61 @@ def timeline(record: Record, names: Sequence[str]) -> go.Figure:
                 row=row,
                 col=1,
             )
-    figure.update_layout(barmode="overlay", height=70 + 105 * len(names), bargap=0.25)
+    lanes = list(dict.fromkeys(bar.lane for own in bars.values() for bar in own))
+    figure.update_layout(barmode="overlay", height=70 + (45 + 30 * max(2, len(lanes))) * len(names), bargap=0.25)
     figure.update_xaxes(title_text="milliseconds (measured)", row=len(names), col=1)
-    figure.update_yaxes(autorange="reversed")
+    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=lanes)
     figure.update_annotations(x=0, xanchor="left", font_size=13)
     return figure
 
 
-def _bars(kind: str, rank: int, units: Sequence[Record], step: Record) -> list[tuple[int, float, float, str]]:
-    """(rank, start, duration, hover text) of one kind."""
-    if kind == "waiting":
-        end = max(_backward_start(unit) + unit["backward_ms"] for unit in units)
-        wait = step["all_reduce_ms"][rank]
-        return [(rank, end, wait, f"gradient all-reduce, waiting included: {wait:.0f} ms")]
-    bars = []
+def _title(name: str, step: Record) -> str:
+    if "bubble" not in step:
+        return name
+    shares = step["bubble"]
+    waited = f"{shares['measured']:.0%} waiting, {shares['planned']:.0%} as planned"
+    return f"{name}: {step['step_ms']:,.0f} ms, {waited}"
+
+
+def _bars(step: Record) -> list[_Bar]:
+    if "workers" in step:
+        return [bar for worker in step["workers"] for bar in _stage_bars(worker, step)]
+    return [bar for rank, units in enumerate(step["units"]) for bar in _rank_bars(rank, units, step)]
+
+
+def _rank_bars(rank: int, units: Sequence[Record], step: Record) -> Iterator[_Bar]:
+    """Forwards and backwards of a rank without a pipeline."""
+    lane = f"rank {rank}"
     for unit in units:
         if unit["tokens"]:
-            text = (
-                f"{unit['tokens']:,} tokens, {unit['targets']:,} targets, {_held(unit)}<br>"
-                f"budgets {unit['budgets']}, predicted {unit['predicted_ms']:.0f} ms, "
-                f"measured {unit_ms(unit):.0f} ms"
-            )
-            start = unit["start_ms"] if kind == "forward" else _backward_start(unit)
-            bars.append((rank, start, unit[f"{kind}_ms"], text))
-    return bars
+            yield _Bar("forward", lane, unit["start_ms"], unit["forward_ms"], _hover(unit))
+            yield _Bar("backward", lane, _backward_start(unit), unit["backward_ms"], _hover(unit))
+    end, wait = max(_backward_start(unit) + unit["backward_ms"] for unit in units), step["all_reduce_ms"][rank]
+    yield _Bar("waiting", lane, end, wait, f"gradient all-reduce, waiting included: {wait:.0f} ms")
+
+
+def _stage_bars(worker: Record, step: Record) -> Iterator[_Bar]:
+    """Actions of a pipeline's worker, and the gaps between them."""
+    lane = worker_label((worker["rank"], worker["stage"]), 2)
+    free = 0.0
+    for span in spans_of(worker):
+        start, took = span.measured
+        if start > free:
+            yield _Bar("waiting", lane, free, start - free, f"waiting for another stage: {start - free:.0f} ms")
+        what = f"{span.kind}{span.unit} on stage {span.stage}: {took:.1f} ms, planned {span.planned[1]:.1f}<br>"
+        hover = what + _hover(step["units"][worker["rank"]][span.unit])
+        yield _Bar(SPAN_NAMES[span.kind], lane, start, took, hover)
+        free = start + took
+    wait = worker["all_reduce_ms"]
+    yield _Bar("waiting", lane, free, wait, f"gradient all-reduce, waiting included: {wait:.0f} ms")
+
+
+def _hover(unit: Record) -> str:
+    return (
+        f"{unit['tokens']:,} tokens, {unit['targets']:,} targets, {_held(unit)}<br>"
+        f"budgets {unit['budgets']}, predicted {unit['predicted_ms']:.0f} ms, "
+        f"measured {unit_ms(unit):.0f} ms"
+    )
 
 
 def _backward_start(unit: Record) -> float:

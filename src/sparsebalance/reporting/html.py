@@ -36,10 +36,14 @@ def write_report(path: Path, summary: Record, records: Sequence[Record]) -> None
     names = list(summary["policies"])
     shown = [name for name in names if name in ("random", summary["best_baseline"], "sab", "dst", "sab_dst")]
     slowest = max(records, key=lambda record: record["policies"]["random"]["step_ms"])
+    lane, others = "rank", "the other rank."
+    if "workers" in slowest["policies"]["random"]:
+        lane = "stage"
+        others = "other stages and ranks; input and weight gradient are the halves of a backward."
     sections: list[Section] = [
         (
-            f"Where the time goes: step {slowest['step']}, rank by rank",
-            "The step on which <code>random</code> was slowest, as it really ran. Grey is waiting for the other rank.",
+            f"Where the time goes: step {slowest['step']}, {lane} by {lane}",
+            "The step on which <code>random</code> was slowest, as it really ran. Grey is waiting for " + others,
             figures.timeline(slowest, shown),
         ),
         ("Step times", "The same global batch under every policy.", figures.step_times(records, names)),

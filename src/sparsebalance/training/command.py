@@ -15,9 +15,11 @@ from sparsebalance.reporting.planned.command import write_run_trace
 from sparsebalance.reporting.progress import follow, progress_bars
 from sparsebalance.training import checkpoint
 from sparsebalance.training.config import DataConfig, RunConfig
+from sparsebalance.training.launch import launch_name, restarts
 from sparsebalance.training.metrics import StepRecord
 from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.session import preflight, read_data
+from sparsebalance.training.stopping import StopRequest
 from sparsebalance.training.trainer import train
 
 
@@ -29,10 +31,21 @@ def check_train(config: RunConfig, resume: bool) -> None:
     preflight(config, [config.balance.policy])
 
 
+def goes_on(out: Path, ranks: Ranks) -> bool:
+    """Whether torchrun has started this run again, and the run had written a checkpoint; the same on every rank.
+
+    The checkpoint must be of the same torchrun: a run that was refused because another one is there is started again
+    as well, and must not go on with that.
+    """
+    found = checkpoint.latest(out) if ranks.is_first and restarts() else None
+    return ranks.from_first(found is not None and checkpoint.read_state(found).get("launch") == launch_name())
+
+
 def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Console) -> dict[str, Any] | None:
-    """Train with a progress bar; the last figures, on rank 0."""
+    """Train with a progress bar; the last figures, on rank 0. SIGTERM and SIGINT end it after the step that it is at,
+    with a checkpoint."""
     progress = progress_bars(console) if ranks.is_first else None
-    with progress or nullcontext():
+    with progress or nullcontext(), StopRequest() as request:
         on_measure = follow(progress, "measuring this machine")
         task = progress.add_task("training", total=config.steps) if progress else None
 
@@ -45,7 +58,16 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
             if ranks.is_first:
                 console.print(f"note: {note}")
 
-        trained = train(config, ranks, resume, on_step, announce, on_measure)
+        trained = train(
+            config,
+            ranks,
+            resume or goes_on(config.out, ranks),
+            on_step,
+            announce,
+            on_measure,
+            stop=lambda: request.requested,
+            launch=launch_name(),
+        )
     records, books = trained.records, trained.books
     if not ranks.is_first:
         return None
@@ -56,6 +78,7 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
     last = records[-1]
     result = {
         "steps": len(records),
+        "stopped": trained.stopped,
         "loss": last.loss,
         "step_ms": float(np.median([record.step_ms for record in records])),
         "imbalance_rank": float(np.mean([record.imbalance_rank for record in records])),
@@ -70,6 +93,10 @@ def train_command(config: RunConfig, ranks: Ranks, resume: bool, console: Consol
         f"{len(records)} steps, loss {last.loss:.4f}, median {result['step_ms']:.0f} ms a step, "
         f"slowest rank / mean {result['imbalance_rank']:.3f}; checkpoint and metrics in {config.out}"
     )
+    if trained.stopped:
+        console.print(
+            f"stopped as asked after step {last.step + 1} of {config.steps}, with a checkpoint; --resume goes on"
+        )
     console.print(f"planned and actual: {trace} (ui.perfetto.dev), or the page: sparsebalance report {config.out}")
     return result
 

@@ -15,6 +15,8 @@ from sparsebalance.planning.budget_schedule import ScheduleKind
 from sparsebalance.planning.budgets import Timing
 from sparsebalance.planning.composition import Tail
 from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.pipeline import ScheduleName
+from sparsebalance.planning.plan import Topology
 from sparsebalance.planning.slack import SlackAim
 from sparsebalance.planning.units import check_unit_size
 from sparsebalance.planning.work import Granularity
@@ -192,7 +194,12 @@ class ParallelConfig:
     """Processes.
 
     Attributes:
-        dp: data-parallel processes, started by the command itself unless torchrun already did.
+        dp: data-parallel ranks; the command starts dp * pp * tp * sp processes itself unless torchrun already did.
+        pp: pipeline stages.
+        tp: processes that share out a stage's heads and matrices.
+        sp: processes that share out a micro-batch's tokens, and in attention its heads (Ulysses).
+        schedule: of the pipeline: "auto" takes what is simulated fastest for each step, of "1f1b" and "zero_bubble";
+            or one of "gpipe", "1f1b", "interleaved" (two stages a process; whole samples only), "zero_bubble".
         threads: CPU threads of each process.
         timeout_s: a collective that waits longer ends the run on every rank.
         memory_gb: memory of each process in gigabytes; unset, what this host has free is shared out.
@@ -200,9 +207,17 @@ class ParallelConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     dp: int = 2
+    pp: int = 1
+    tp: int = 1
+    sp: int = 1
+    schedule: Literal["auto"] | ScheduleName = "auto"
     threads: int = 1
     timeout_s: int = 600
     memory_gb: float | None = None
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.dp, self.pp, self.tp, self.sp)
 
 
 @dataclass(frozen=True)
@@ -306,6 +321,9 @@ def check_config(config: RunConfig) -> None:
         "balance.token_cap": (config.balance.token_cap, 1),
         "balance.window": (config.balance.window, 1),
         "parallel.dp": (config.parallel.dp, 1),
+        "parallel.pp": (config.parallel.pp, 1),
+        "parallel.tp": (config.parallel.tp, 1),
+        "parallel.sp": (config.parallel.sp, 1),
         "parallel.threads": (config.parallel.threads, 1),
         "parallel.timeout_s": (config.parallel.timeout_s, 1),
         "model.layers": (config.model.layers, 1),

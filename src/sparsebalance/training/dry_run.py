@@ -54,7 +54,8 @@ def dry_run(config: RunConfig, ranks: Ranks, console: Console) -> dict[str, Any]
     """Every rank runs what needs most memory forward and backward; the figures, on rank 0."""
     before = memory_in_use() or 0
     session = open_session(config, ranks)
-    optimizer = make_optimizer(session.engine.model, config.optimizer)
+    session = session.staged(_uniform_model(session))
+    optimizer = make_optimizer(session.engine.named_parameters, config.optimizer)
     _make_optimizer_state(optimizer)
     static_mb = (((memory_in_use() or 0) - before) / 1e6) if memory_in_use() is not None else None
     policy = _policy(session)
@@ -70,7 +71,8 @@ def dry_run(config: RunConfig, ranks: Ranks, console: Console) -> dict[str, Any]
                 progress.advance(task)
     if not ranks.is_first:
         return None
-    model, stage = memory_model(config, session.identity), StageLayers(session.identity.decoder.layers)
+    model, stages = memory_model(config, session.identity), session.engine.stages
+    stage = StageLayers(len(session.engine.layers), stages[0].is_first, stages[-1].is_last)
     limit = session.memory_mb
     result = {
         "steps_planned": steps,
@@ -111,11 +113,16 @@ def _policy(session: Session) -> Policy:
     return replace(policy, budget=memory_model(config, identity).budget, tuning=Fixed())
 
 
-def _largest_chains(session: Session, policy: Policy, steps: int) -> list[Chain]:
-    """What needs most memory of all that the policy makes of the first steps."""
+def _uniform_model(session: Session) -> RooflineModel:
+    """Analytic times under which a plan has the fewest micro-batches."""
     identity = session.identity
     device = replace(named_device("h100"), unit_ms=UNIT_MS)
-    model = RooflineModel(identity.decoder, device, identity.block_size, identity.granularity)
+    return RooflineModel(identity.decoder, device, identity.block_size, identity.granularity)
+
+
+def _largest_chains(session: Session, policy: Policy, steps: int) -> list[Chain]:
+    """What needs most memory of all that the policy makes of the first steps."""
+    identity, model = session.identity, _uniform_model(session)
     plans = [plan_step(session.batches.at(step), model, session.topology, policy) for step in range(steps)]
     chains = [chain for plan in plans for units in plan.ranks for chain in _chains(units)]
     return largest_chains(session.config, identity, chains, LARGEST)

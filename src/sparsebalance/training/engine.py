@@ -1,115 +1,108 @@
-"""Runs one rank's part of a step plan: forward and backward of its micro-batches, timed one by one.
+"""Runs one rank's part of a step plan: what a schedule says, action by action, on the stages that the rank holds.
 
-In: model, plan, examples. Out: gradients (accumulated in place), the loss sum, and what each unit took.
-The loss of a unit is divided by the target tokens of the *global* batch, so summed gradients do not depend
-on how the batch was cut, packed or placed. Chunks of a sample run forward in order, then backward last to first,
-with the keys and values of earlier ones in a buffer; a chunk that the plan marks for it keeps nothing else, and
-runs forward again before its backward (ChunkFlow; Yuan et al. 2025, section 4.2).
+In: stages of a model, units, a schedule, examples. Out: gradients (accumulated in place), the loss sum, and what each
+unit and action took. The loss of a unit is divided by the target tokens of the *global* batch, so summed gradients do
+not depend on how the batch was cut, packed or placed. Chunks of a sample run forward in order, then backward last to
+first, with the keys and values of earlier ones in a buffer; a chunk that the plan marks for it keeps nothing else, and
+runs forward again before its backward (ChunkFlow; Yuan et al. 2025, section 4.2). A rank without a pipeline holds one
+stage, the whole model, and exchanges nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparsebalance.attention.clock import TermClock
 from sparsebalance.attention.interface import PackedLayout
 from sparsebalance.attention.moba import MoBARouter
-from sparsebalance.attention.probe import CoverageProbe
 from sparsebalance.attention.state import SampleState
+from sparsebalance.attention.ulysses import HeadExchange, shard_tokens
 from sparsebalance.planning.calibration import UNCALIBRATED, Calibration
-from sparsebalance.planning.coverage import chunk_factor
-from sparsebalance.planning.latency import TERMS
-from sparsebalance.planning.plan import MicroBatch, StepPlan, chain_lengths
+from sparsebalance.planning.errors import InputError
+from sparsebalance.planning.plan import MicroBatch, chain_lengths
+from sparsebalance.planning.schedule import Action, Schedule, name, one_forward_one_backward
 from sparsebalance.planning.work import Granularity
 from sparsebalance.training.data import Example
-from sparsebalance.training.loss import linear_cross_entropy
+from sparsebalance.training.links import Links, PipelineGroups
 from sparsebalance.training.packing import PackedRow, pack
+from sparsebalance.training.position import here
+from sparsebalance.training.results import ActionTime, Probes, RankResult, UnitTime, joined
+from sparsebalance.training.sequence_parallel import shard
 from sparsebalance.training.sparse_attention import SparseContext
-
-Probes = dict[tuple[int, int], CoverageProbe]  # (sample id, layer) -> measured coverage
-
-
-@dataclass(frozen=True)
-class UnitTime:
-    """Measured milliseconds of one unit; starts count from the start of the rank's work in the step.
-
-    Attributes:
-        start_ms, backward_start_ms: of its forward and of its backward.
-        forward_ms, backward_ms: of the whole unit, coverage probing left out.
-        forward, backward: the same by term (see `sparsebalance.planning.latency.Terms`), without `tune_ms`; empty
-            for an empty unit.
-        budgets: that the unit really used, per layer: the planned ones unless they were tuned online.
-        tune_ms: of its forward, spent on tuning budgets online.
-        probe_ms: spent on measuring coverage, beside everything else.
-    """
-
-    start_ms: float
-    backward_start_ms: float
-    forward_ms: float
-    backward_ms: float
-    forward: dict[str, float] = field(default_factory=dict)
-    backward: dict[str, float] = field(default_factory=dict)
-    budgets: tuple[int, ...] = ()
-    tune_ms: float = 0.0
-    probe_ms: float = 0.0
-
-    @property
-    def total_ms(self) -> float:
-        return self.forward_ms + self.backward_ms
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """Forward + backward milliseconds by term."""
-        return {term: ms + self.backward[term] for term, ms in self.forward.items()}
+from sparsebalance.training.stage import Stage, tied_elsewhere
+from sparsebalance.training.tensor_parallel import TensorParallel
+from sparsebalance.training.unit_pass import UnitClock, UnitPass, unit_name
 
 
-@dataclass
-class RankResult:
-    """What one rank did in a step.
+class Reduction(Protocol):
+    """What sums gradients over ranks, and is told when it may begin."""
 
-    Attributes:
-        loss: its part of the mean loss over the global batch.
-        units: times in execution order.
-        probes: (sample id, layer) -> coverage, where measured.
-    """
+    def last_action(self, stage: Stage, remaining: Set[Tensor] | None = None) -> AbstractContextManager[None]:
+        """Inside runs the last action of the step that adds to a stage's gradients.
 
-    loss: float = 0.0
-    units: list[UnitTime] = field(default_factory=list)
-    probes: Probes = field(default_factory=dict)
+        Args:
+            remaining: it adds to these alone, and not by autograd: `complete` is called for each.
+        """
 
-    @property
-    def busy_ms(self) -> float:
-        return sum(unit.total_ms for unit in self.units)
-
-    @property
-    def tune_ms(self) -> float:
-        return sum(unit.tune_ms for unit in self.units)
-
-    @property
-    def probe_ms(self) -> float:
-        return sum(unit.probe_ms for unit in self.units)
+    def complete(self, parameter: Tensor) -> None:
+        """Nothing more is added to a parameter's gradient in this step."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A model with the attention settings that its micro-batches run under.
+    """The stages that a rank holds, with the attention settings that its micro-batches run under.
 
     Attributes:
+        stages: of the model, in order.
         calibration: of estimated coverage, for micro-batches that are tuned online.
+        worker: place of this rank among those of its pipeline.
+        groups: how they exchange messages; None without a pipeline.
+        sequence: of the ranks that share out the tokens of this one's micro-batches; None without any.
+        tensor: of those that share out its heads and matrices; None without any.
+        heads: process group of both together, which share out the heads.
     """
 
-    model: PreTrainedModel
+    stages: tuple[Stage, ...]
     block_size: int
     granularity: Granularity
     checkpointing: bool = False
     calibration: Calibration = UNCALIBRATED
+    worker: int = 0
+    groups: PipelineGroups | None = None
+    sequence: HeadExchange | None = None
+    tensor: TensorParallel | None = None
+    heads: dist.ProcessGroup | None = None
+
+    @classmethod
+    def whole(
+        cls, model: PreTrainedModel, block_size: int, granularity: Granularity, checkpointing: bool = False
+    ) -> Engine:
+        """All of a model on one rank."""
+        return cls((Stage.whole(model),), block_size, granularity, checkpointing)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """That this rank holds."""
+        return tuple(layer for stage in self.stages for layer in stage.layers)
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Of all stages of this rank, under their names in the whole model."""
+        return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
+
+    @property
+    def tied_elsewhere(self) -> nn.Parameter | None:
+        """The embedding or head that another worker of the pipeline holds as well."""
+        return tied_elsewhere(self.stages)
 
     def context(
         self,
@@ -129,24 +122,14 @@ class Engine:
             name=name,
             online=unit.online,
             calibration=self.calibration,
+            sequence=self.sequence,
+            heads=self.heads,
         )
 
-    def loss_sum(self, row: PackedRow, context: SparseContext) -> Tensor:
-        """Cross-entropy summed over the row's target tokens; exactly 0 where it has none."""
-        hidden = self.hidden(row, context)
-        if not row.targets.numel():  # a chunk may have none: it must not hold a gradient of the head's size for it
-            return hidden[row.target_index].sum()
-        weight = self.model.get_output_embeddings().weight
-        with context.clock.measure("head"):
-            return linear_cross_entropy(hidden[row.target_index], weight, row.targets, context.clock)
-
-    def hidden(self, row: PackedRow, context: SparseContext) -> Tensor:
-        """[T, hidden] after the last layer."""
-        output = self.model.base_model(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, sparse=context
-        )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+    def shard_tokens(self, tokens: int) -> int:
+        """Of a micro-batch, whose hidden states this rank holds between stages."""
+        own = tokens if self.sequence is None else shard_tokens(tokens, self.sequence.degree)
+        return own if self.tensor is None else shard_tokens(own, self.tensor.degree)
 
     def run(
         self,
@@ -154,190 +137,185 @@ class Engine:
         examples: Sequence[Example],
         denominator: int,
         probe_rows: int = 0,
+        schedule: Schedule | None = None,
+        reduction: Reduction | None = None,
     ) -> RankResult:
         """Forward and backward of each unit; adds to the gradients of the loss over the global batch.
 
         Args:
-            units: of this rank, in order; empty ones are skipped.
+            units: of this rank, or of its pipeline, in order; empty ones are skipped.
             denominator: target tokens of the global batch.
             probe_rows: measure coverage on so many queries per sample; 0 does not.
+            schedule: of the pipeline's workers, checked; 1F1B where not given.
+            reduction: begins with the gradients of the stage that is done with them; where not given, whoever called
+                sums them afterwards.
 
         Raises:
             InputError: a query or key is NaN or infinite; names layer and micro-batch.
+            RuntimeError: a neighbour's message did not come.
         """
-        loss = torch.zeros((), dtype=torch.float64)
-        times: list[UnitTime] = []
-        probes: Probes = {}
-        begin = time.perf_counter()
-        for first, chain in _chains(units):
-            passes = self._passes(chain, begin, examples, max(denominator, 1), probe_rows, first)
-            for one in passes:
-                one.forward()
-            for one in reversed(passes):
-                one.backward()
-            for one in passes:
-                loss += one.loss
-                times.append(one.time())
-                probes.update(one.probes)
-        return RankResult(float(loss), times, probes)
+        if not units:
+            return RankResult(layers=self.layers)
+        if schedule is None:
+            chains = chain_lengths([unit.segments for unit in units])
+            schedule = one_forward_one_backward(chains, self.stages[0].count)
+        return _Step(self, units, examples, max(denominator, 1), probe_rows, schedule, reduction).run()
 
     @torch.no_grad()
     def probe(self, units: Sequence[MicroBatch], examples: Sequence[Example], rows: int) -> Probes:
-        """Forward only, to measure coverage: (sample id, layer) -> probe."""
-        probes: Probes = {}
-        for first, chain in _chains(units):
-            passes = self._passes(chain, time.perf_counter(), examples, 1, rows, first)
-            for one in passes:
-                one.probe()
-                probes.update(one.probes)
-        return probes
-
-    def _passes(
-        self,
-        chain: Sequence[MicroBatch],
-        begin: float,
-        examples: Sequence[Example],
-        denominator: int,
-        rows: int,
-        first: int = 0,
-    ) -> list[_Pass]:
-        state = SampleState(chain[0].segments[0].sample_length, self.block_size) if len(chain) > 1 else None
-        return [
-            _Pass(self, unit, _name(place, unit), begin, examples, denominator, rows, state)
-            for place, unit in enumerate(chain, first)
-        ]
+        """Forward only, to measure coverage: (sample id, layer) -> probe, of the layers that this rank holds."""
+        if not units:
+            return {}
+        count = self.stages[0].count
+        workers = range(count // len(self.stages))
+        forwards = tuple(
+            tuple(
+                Action("F", unit, stage) for unit in range(len(units)) for stage in range(worker, count, len(workers))
+            )
+            for worker in workers
+        )
+        return _Step(self, units, examples, 1, rows, forwards).probe()
 
 
-def _chains(units: Sequence[MicroBatch]) -> Iterator[tuple[int, Sequence[MicroBatch]]]:
-    """The chunks of a sample together, any other unit alone, each with the place of its first unit."""
-    first = 0
-    for length in chain_lengths([unit.segments for unit in units]):
-        yield first, units[first : first + length]
-        first += length
-
-
-def merged(parts: Iterable[Probes]) -> Probes:
-    """All ranks' probes in one."""
-    return {key: probe for part in parts for key, probe in part.items()}
-
-
-def as_run(plan: StepPlan, results: Sequence[RankResult]) -> StepPlan:
-    """The plan with the budgets that its units really used; `results` of all ranks."""
-    ranks = tuple(
-        tuple(replace(unit, budgets=time.budgets) for unit, time in zip(units, result.units, strict=True))
-        for units, result in zip(plan.ranks, results, strict=True)
-    )
-    return replace(plan, ranks=ranks)
-
-
-def _name(place: int, unit: MicroBatch) -> str:
-    """What an error message calls the unit: its place among those of its rank, and where to find its text."""
-    if len(unit.segments) == 1:
-        (segment,) = unit.segments
-        return f"micro-batch {place} (sample {segment.sample}, tokens {segment.start:,} to {segment.end:,})"
-    samples = ", ".join(str(segment.sample) for segment in unit.segments[:8])
-    more = f" and {len(unit.segments) - 8} more" if len(unit.segments) > 8 else ""
-    return f"micro-batch {place} (samples {samples}{more}, {unit.tokens:,} tokens)"
-
-
-class _Pass:
-    """One unit on its way through forward and backward."""
+class _Step:
+    """What one rank holds while it runs the units of a step."""
 
     def __init__(
         self,
         engine: Engine,
-        unit: MicroBatch,
-        name: str,
-        begin: float,
+        units: Sequence[MicroBatch],
         examples: Sequence[Example],
         denominator: int,
         probe_rows: int,
-        state: SampleState | None,
+        schedule: Schedule,
+        reduction: Reduction | None = None,
     ) -> None:
-        self.loss = torch.zeros((), dtype=torch.float64)
-        self.probes: Probes = {}
-        self._engine, self._unit, self._begin, self._denominator = engine, unit, begin, denominator
-        self._graph: Tensor | None = None
-        self._parts: list[tuple[float, dict[str, float]]] = []  # start and terms of forward and backward
-        self._budgets, self._tune_ms, self._probe_ms = unit.budgets, 0.0, 0.0
-        if unit.segments:
-            self._row = pack(unit, examples)
-            # A chunk's own queries alone would tell of a part of the sample; the last one sees all of its keys.
-            last = unit.segments[-1].end == unit.segments[-1].sample_length
-            self._context = engine.context(unit, self._row, probe_rows if last else 0, state, name)
+        self._engine, self._units, self._examples, self._reduction = engine, units, examples, reduction
+        self._denominator, self._probe_rows = denominator, probe_rows
+        self._actions = schedule[engine.worker]
+        self._split = any(action.kind == "W" for action in self._actions)
+        gradients = [a for a in self._actions if a.kind == ("W" if self._split else "B") and units[a.unit].segments]
+        self._last_gradient = {action.stage: action for action in gradients}
+        self._stages = {stage.place: stage for stage in engine.stages}
+        first = engine.stages[0]
+        tokens = [engine.shard_tokens(unit.tokens) for unit in units]
+        self._links = Links(engine.groups, engine.worker, schedule, tokens, first.width, first.model.dtype)
+        lengths = chain_lengths([unit.segments for unit in units])
+        self._chains = [(place, length) for place, length in enumerate(lengths) for _ in range(length)]
+        edges = [*accumulate(lengths, initial=0)]
+        self._heads, self._tails = set(edges[:-1]), {edge - 1 for edge in edges[1:]}  # first and last units of chains
+        self._states: dict[tuple[int, int], SampleState] = {}  # (stage, chain)
+        self._passes: dict[tuple[int, int], UnitPass] = {}  # (stage, unit)
+        self._begin = time.perf_counter()
 
-    def forward(self) -> None:
-        with self._timed():
-            if not self._unit.segments:
-                return
-            if self._unit.recompute:
-                with torch.no_grad():
-                    self._engine.hidden(self._row, self._context)
-            else:
-                self._graph = self._loss()
+    def run(self) -> RankResult:
+        result = RankResult(layers=self._engine.layers)
+        times: list[list[tuple[Stage, UnitTime]]] = [[] for _ in self._units]
+        for action in self._actions:
+            if not self._units[action.unit].segments:
+                continue
+            result.actions.append(self._run(action))
+            if action.kind == ("W" if self._split else "B"):
+                done = self._passes.pop((action.stage, action.unit))
+                result.loss += done.loss
+                result.probes.update(done.probes)
+                times[action.unit].append((done.stage, done.time()))
+        self._links.close()
+        result.units = self._in_order(times)
+        return result
 
-    def backward(self) -> None:
-        with self._timed():
-            if not self._unit.segments:
-                return
-            graph = self._loss() if self._graph is None else self._graph
-            graph.backward()
-            self.loss += graph.detach()
-            self._graph = None
-        self.probes = _by_sample(self._unit, self._context)
-        used = self._context.used
-        self._budgets = tuple(int(used.get(layer, wish)) for layer, wish in enumerate(self._unit.budgets))  # type: ignore[arg-type]
-        del self._context  # and what its selections hold
+    def probe(self) -> Probes:
+        probes: Probes = {}
+        for action in self._actions:
+            if self._units[action.unit].segments:
+                one = self._passes[action.stage, action.unit] = self._pass(action)
+                sent = one.probe(self._received(action))
+                if sent is not None:
+                    self._links.send(action, sent)
+                probes.update(one.probes)
+                del self._passes[action.stage, action.unit]
+                if action.unit in self._tails:
+                    self._forget_state(action)
+        self._links.close()
+        return probes
 
-    @torch.no_grad()
-    def probe(self) -> None:
-        """Forward only."""
-        if self._unit.segments:
-            self._engine.hidden(self._row, self._context)
-            self.probes = _by_sample(self._unit, self._context)
-
-    def time(self) -> UnitTime:
-        (start, forward), (backward_start, backward) = self._parts
-        return UnitTime(
-            start_ms=start,
-            backward_start_ms=backward_start,
-            forward_ms=sum(forward.values()) + self._tune_ms,
-            backward_ms=sum(backward.values()),
-            forward=forward,
-            backward=backward,
-            budgets=self._budgets,
-            tune_ms=self._tune_ms,
-            probe_ms=self._probe_ms,
+    def _run(self, action: Action) -> ActionTime:
+        received = self._received(action)
+        here().at(name(action))
+        start, cpu = time.perf_counter(), time.thread_time()
+        try:
+            with self._summing(action):
+                sent = self._compute(action, received)
+        except InputError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{name(action)}: {type(error).__name__}: {error}") from error
+        took = ActionTime(
+            action=action,
+            start_ms=(start - self._begin) * 1e3,
+            ms=(time.perf_counter() - start) * 1e3,
+            cpu_ms=(time.thread_time() - cpu) * 1e3,
         )
+        if sent is not None:
+            self._links.send(action, sent)
+        return took
 
-    def _loss(self) -> Tensor:
-        return self._engine.loss_sum(self._row, self._context) / self._denominator
+    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        key = action.stage, action.unit
+        if action.kind == "F":
+            self._passes[key] = self._pass(action)
+            return self._passes[key].forward(received)
+        if action.kind == "W":
+            reduction, last = self._reduction, self._last_gradient[action.stage]
+            self._passes[key].weight_gradient(None if reduction is None or action != last else reduction.complete)
+            return None
+        sent = self._passes[key].backward(received)
+        if action.unit in self._heads:  # the last of its chain to run backward
+            self._forget_state(action)
+        return sent
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        took = (time.perf_counter() - start) * 1e3
-        terms: dict[str, float] = {}
-        if self._unit.segments:
-            terms, tune_ms, probe_ms = _by_term(took, self._context.clock)
-            self._probe_ms += probe_ms
-            self._tune_ms += tune_ms  # all of it in the forward: a recompute attends what was chosen there
-        self._parts.append(((start - self._begin) * 1e3, terms))
+    def _summing(self, action: Action) -> AbstractContextManager[None]:
+        if self._reduction is None or action != self._last_gradient.get(action.stage):
+            return nullcontext()
+        remaining = self._passes[action.stage, action.unit].put_off if self._split else None
+        return self._reduction.last_action(self._stages[action.stage], remaining)
 
+    def _received(self, action: Action) -> Tensor | None:
+        stage = self._stages[action.stage]
+        if action.kind == "W" or (stage.is_first if action.kind == "F" else stage.is_last):
+            return None
+        return self._links.receive(action)
 
-def _by_term(whole_ms: float, clock: TermClock) -> tuple[dict[str, float], float, float]:
-    """What the terms took, the linear part being what the others leave; what tuning took, and what probing took."""
-    taken = clock.take()
-    others = {term: taken.get(term, 0.0) for term in TERMS if term != "linear"}
-    tune, probe = taken.get("tune", 0.0), taken.get("probe", 0.0)
-    return {"linear": whole_ms - sum(others.values()) - tune - probe, **others}, tune, probe
+    def _pass(self, action: Action) -> UnitPass:
+        engine, stage, unit = self._engine, self._stages[action.stage], self._units[action.unit]
+        chain, length = self._chains[action.unit]
+        state = None
+        if length > 1:
+            state = self._states.get((action.stage, chain))
+            if state is None:
+                state = SampleState(unit.segments[0].sample_length, engine.block_size)
+                self._states[action.stage, chain] = state
+        row = pack(unit, self._examples)
+        if engine.sequence is not None:
+            row = shard(row, engine.sequence.rank, engine.sequence.degree)
+        # A chunk's own queries alone would tell of a part of the sample; the last one sees all of its keys.
+        last = unit.segments[-1].end == unit.segments[-1].sample_length
+        probe_rows = self._probe_rows if last else 0
+        context = engine.context(unit, row, probe_rows, state, unit_name(action.unit, unit))
+        splitter = stage.splitter if self._split else None
+        return UnitPass(stage, unit, row, context, self._denominator, splitter, UnitClock(self._begin))
 
+    def _forget_state(self, action: Action) -> None:
+        self._states.pop((action.stage, self._chains[action.unit][0]), None)
 
-def _by_sample(unit: MicroBatch, context: SparseContext) -> Probes:
-    """A chunk's probe tells of its own queries, which are late ones: it is read as one of the whole sample."""
-    return {
-        (segment.sample, layer): probe if segment.is_whole else probe.scaled(1 / chunk_factor(segment))
-        for layer, probes in context.probes.items()
-        for segment, probe in zip(unit.segments, probes)
-    }
+    def _in_order(self, times: Sequence[Sequence[tuple[Stage, UnitTime]]]) -> list[UnitTime]:
+        """One time per unit, over the rank's stages; an empty one takes none, when the one before it ended."""
+        found: list[UnitTime] = []
+        now = 0.0
+        for unit, parts in zip(self._units, times, strict=True):
+            if parts:
+                found.append(joined([(stage.layers, taken) for stage, taken in parts]))
+                now = found[-1].start_ms + found[-1].forward_ms
+            else:
+                found.append(UnitTime(now, now, 0.0, 0.0, budgets=unit.budgets))
+        return found

@@ -19,7 +19,7 @@ from sparsebalance.planning.coverage import CoverageCurves, CoverageEstimator
 from sparsebalance.planning.expected import BudgetEstimator, GivenBudgets, LayerBudgets
 from sparsebalance.planning.latency import LatencyModel, unit_terms
 from sparsebalance.planning.plan import MicroBatch, Sample, StepPlan
-from sparsebalance.training.engine import Probes, UnitTime
+from sparsebalance.training.results import Probes, UnitTime
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Learner:
         """What a tuned policy gave in a step; of one whose budgets are fixed there is nothing to learn.
 
         Args:
-            plan: with the budgets that were really used, see `sparsebalance.training.engine.as_run`.
+            plan: with the budgets that were really used, see `sparsebalance.training.results.as_run`.
         """
         if plan.policy not in self._budgets:
             self._budgets[plan.policy] = BudgetEstimator(self.model.block_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sparsebalance.planning.errors import InputError
@@ -19,7 +20,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def memory_model(config: RunConfig, identity: Identity) -> MemoryModel:
-    """Of a data-parallel rank: nothing is spread, and tuning may raise the budget up to its limit."""
+    """Of a process: its share of heads and tokens; tuning may raise the budget up to its limit."""
     balance, attention = config.balance, config.attention
     return MemoryModel(
         identity.decoder,
@@ -28,13 +29,26 @@ def memory_model(config: RunConfig, identity: Identity) -> MemoryModel:
         balance.max_budget or 4 * attention.budget,
         identity.dtype,
         identity.checkpointing,
+        config.parallel.tp,
+        config.parallel.sp,
     )
+
+
+def _with_stages(config: RunConfig, identity: Identity, parts: MemoryParts) -> MemoryParts:
+    """Of a stage, from those of the whole model: about as many micro-batches are in flight as there are stages, so that
+    activations and state stay what they are, and weights are those of the stage that has most."""
+    stages, layers = config.parallel.pp, identity.decoder.layers
+    if stages == 1:
+        return parts
+    most = StageLayers(-(-layers // stages), embedding=True, head=identity.decoder.tied)
+    weights, gradients, optimizer = memory_model(config, identity).static(most)
+    return replace(parts, weights=weights, gradients=gradients, optimizer=optimizer)
 
 
 def unit_memory(config: RunConfig, identity: Identity, tokens: int, targets: int) -> MemoryParts:
     """Peak megabytes of a rank that runs a micro-batch of so many tokens."""
     stage = StageLayers(identity.decoder.layers)
-    return memory_model(config, identity).single_unit(tokens, targets, stage)
+    return _with_stages(config, identity, memory_model(config, identity).single_unit(tokens, targets, stage))
 
 
 def sample_memory(config: RunConfig, identity: Identity, sample: Sample, unit_size: int | None) -> MemoryParts:
@@ -42,7 +56,9 @@ def sample_memory(config: RunConfig, identity: Identity, sample: Sample, unit_si
     if unit_size is None:
         return unit_memory(config, identity, sample.length, sample.targets)
     stage, keep = StageLayers(identity.decoder.layers), config.balance.keep_chunks
-    return memory_model(config, identity).chunked_sample(sample.length, sample.targets, stage, unit_size, keep)
+    model = memory_model(config, identity)
+    parts = model.chunked_sample(sample.length, sample.targets, stage, unit_size, keep)
+    return _with_stages(config, identity, parts)
 
 
 def available_mb(config: RunConfig) -> float | None:
@@ -54,7 +70,7 @@ def available_mb(config: RunConfig) -> float | None:
     except OSError:
         return None
     free = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    return None if free is None else int(free.split()[1]) * 1024 / 1e6 / config.parallel.dp
+    return None if free is None else int(free.split()[1]) * 1024 / 1e6 / config.parallel.topology.world_size
 
 
 def longest_whole(config: RunConfig, identity: Identity, tokens: int, limit_mb: float | None) -> int:

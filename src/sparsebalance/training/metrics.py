@@ -15,13 +15,16 @@ class StepRecord:
     """One training step, the same on every rank. Times in milliseconds, all measured but the predicted ones.
 
     Attributes:
+        rank_busy_ms: of every data-parallel rank, over all workers of its pipeline.
+        bubble: share of workers x step time that pipelines waited, `planned` and `measured`, see
+            `sparsebalance.training.records.bubble`; None without pipelines.
         tune_ms: of the rank that spent most on tuning budgets online.
         probe_ms: of the rank that spent most on measuring coverage; 0 in steps without a probe.
         mean_budget, coverage: at the budgets that were really used, coverage by the estimator's curves.
         probe: measured coverage at the budgets really used, see `sparsebalance.training.records.probe_record`; None
             in steps without a probe.
         rank_factors, term_factors: online correction with which the step was planned.
-        workers: every micro-batch as planned and as measured, see `sparsebalance.training.records`.
+        workers: every micro-batch and action as planned and as measured, see `sparsebalance.training.records`.
     """
 
     step: int
@@ -35,6 +38,7 @@ class StepRecord:
     rank_busy_ms: list[float]
     imbalance_rank: float
     predicted_step_ms: float
+    bubble: dict[str, float] | None
     planning_ms: float
     tune_ms: float
     probe_ms: float

@@ -7,22 +7,21 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from sparsebalance.planning.plan import StepPlan
-
 Inputs = TypeVar("Inputs")
+Plan = TypeVar("Plan")
 
 
-class PlanAhead(Generic[Inputs]):
+class PlanAhead(Generic[Inputs, Plan]):
     """Makes plans in a worker thread: `prepare(step)` while an earlier step runs, `take(step)` when it is due.
 
     A plan depends on the step and on the inputs given to `prepare`, on nothing else; a resumed run that prepares
     with the same inputs gets the same plan.
     """
 
-    def __init__(self, plan: Callable[[int, Inputs], StepPlan]) -> None:
+    def __init__(self, plan: Callable[[int, Inputs], Plan]) -> None:
         self._plan = plan
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
-        self._pending: tuple[int, Future[tuple[StepPlan, float]]] | None = None
+        self._pending: tuple[int, Future[tuple[Plan, float]]] | None = None
 
     @property
     def prepared(self) -> int | None:
@@ -32,13 +31,13 @@ class PlanAhead(Generic[Inputs]):
     def prepare(self, step: int, inputs: Inputs) -> None:
         self._pending = (step, self._worker.submit(self._timed, step, inputs))
 
-    def take(self, step: int) -> tuple[StepPlan, float]:
+    def take(self, step: int) -> tuple[Plan, float]:
         """The prepared plan, and the milliseconds that making it took."""
         if self._pending is None or self._pending[0] != step:
             raise RuntimeError(f"no plan was prepared for step {step}")
         return self._pending[1].result()
 
-    def _timed(self, step: int, inputs: Inputs) -> tuple[StepPlan, float]:
+    def _timed(self, step: int, inputs: Inputs) -> tuple[Plan, float]:
         begin = time.perf_counter()
         plan = self._plan(step, inputs)
         return plan, (time.perf_counter() - begin) * 1e3

@@ -84,7 +84,7 @@ class PlannedSampler(Sampler[list[Segment]]):
             raise InputError(f"rank is {rank}, but ranks count from 0; give this process's data-parallel rank")
         self.batches, self.rank, self.forever = batches, rank, forever
         self._plan = plan
-        self._ahead: PlanAhead[GlobalBatches] = PlanAhead(self._checked_plan)
+        self._ahead: PlanAhead[GlobalBatches, StepPlan] = PlanAhead(self._checked_plan)
         self._position = (0, 0)
         self._current: tuple[int, StepPlan] | None = None
         self._handed_out: deque[PlannedUnit] | None = None  # not yet seen by whom `follow` serves

@@ -16,9 +16,10 @@ from sparsebalance.planning.calibration import Calibration
 from sparsebalance.planning.composition import ByTargetTokens, Composition, GroupByLength, Window, in_order
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.latency import LatencyModel
-from sparsebalance.planning.pipeline import PipelineModel
-from sparsebalance.planning.plan import Sample, StepPlan, Topology
+from sparsebalance.planning.pipeline import PipelineModel, layers_by_time
+from sparsebalance.planning.plan import Latency, MicroBatch, Sample, Segment, StepPlan, Topology
 from sparsebalance.planning.policy import Policy, cuts, named_policy, plan_step
+from sparsebalance.planning.schedule import Schedule
 from sparsebalance.planning.simulator import Network
 from sparsebalance.planning.table import Identity, LatencyTable
 from sparsebalance.planning.table_file import check_same_identity, load_table
@@ -30,11 +31,13 @@ from sparsebalance.profiling.network import measure_network
 from sparsebalance.training import token_cache
 from sparsebalance.training.config import DataConfig, RunConfig, check_config
 from sparsebalance.training.data import TokenisedDataset, load_examples
-from sparsebalance.training.engine import Engine, RankResult
-from sparsebalance.training.memory import available_mb, fitting_sizes, longest_whole
+from sparsebalance.training.engine import Engine
+from sparsebalance.training.memory import available_mb, fitting_sizes, longest_whole, memory_model
 from sparsebalance.training.model import build_model, decoder_config, identity_of
 from sparsebalance.training.parallel import FlatGradients, Ranks
+from sparsebalance.training.results import RankResult
 from sparsebalance.training.sampler import GlobalBatches
+from sparsebalance.training.topology import check_topology, own_part
 
 CHOOSING_STEPS = 6  # global batches on which a unit size is chosen
 
@@ -49,6 +52,7 @@ class Session:
     gradients: of the model, one buffer.
     identity: what a latency table must have been measured for.
     memory_mb: of each rank before the model was built; None where it is not known.
+    layers: of each pipeline stage, once the model is cut (see `staged`); None before, and without a pipeline.
     """
 
     config: RunConfig
@@ -59,16 +63,30 @@ class Session:
     gradients: FlatGradients
     identity: Identity
     memory_mb: float | None
+    layers: tuple[int, ...] | None = None
 
     @property
     def topology(self) -> Topology:
-        return Topology(dp=self.ranks.world)
+        return self.ranks.topology
 
     def pipeline(self, table: LatencyTable) -> PipelineModel:
-        """What a step costs besides its micro-batches: the gradient all-reduce."""
-        megabytes = self.gradients.buffer.numel() * self.gradients.buffer.element_size() / 1e6
-        reduce_ms = table.network.all_reduce.ms(megabytes) if table.network and self.ranks.world > 1 else 0.0
-        return PipelineModel(network=Network(all_reduce_ms=reduce_ms))
+        """How a step runs besides its micro-batches: schedule, layers of the stages, messages, gradient all-reduce."""
+        largest_mb, buckets = max(self.ranks.gather((self.gradients.buffer.nbytes / 1e6, self.gradients.buckets)))
+        network, reduce_ms, point = table.network, 0.0, None
+        if network is not None:
+            reduce_ms = network.all_reduce.ms(largest_mb) if self.topology.dp > 1 else 0.0
+            point = network.point_to_point if self.topology.pp > 1 else None
+        return PipelineModel(
+            schedule=self.config.parallel.schedule,
+            network=Network(
+                latency_ms=point.latency_ms if point else 0.0,
+                ms_per_mb=point.ms_per_mb if point else 0.0,
+                all_reduce_ms=reduce_ms,
+                buckets=max(buckets, 1),
+            ),
+            memory=memory_model(self.config, self.identity) if self.topology.pp > 1 else None,
+            layers=self.layers,
+        )
 
     @property
     def budgets(self) -> BudgetSchedule:
@@ -92,9 +110,9 @@ class Session:
         if path is not None:
             table = load_table(path)
             check_same_identity(table.identity, self.identity)
-            return table, (1.0,) * self.ranks.world
+            return table, (1.0,) * self.topology.dp
         measured = measure(
-            self.engine.model,
+            self.engine.stages[0].model,
             self.identity,
             # A longer sample runs in chunks: it may not fit whole.
             max_length=longest_whole(
@@ -109,7 +127,26 @@ class Session:
             gather=self.ranks.gather,
         )
         self.gradients.zero()
-        return replace(measured.table, network=measure_network(self.ranks)), measured.rank_factors
+        # A pipeline is as slow as its slowest process.
+        factors = tuple(self.ranks.slowest(measured.rank_factors))
+        return replace(measured.table, network=measure_network(self.ranks)), factors
+
+    def staged(self, model: LatencyModel) -> Session:
+        """The same, holding this process's part of the model alone: its share of heads and matrices, and the layers of
+        its stages, cut so that all stages take the same time.
+
+        Raises:
+            InputError: more stages than layers, or heads that cannot be shared out.
+        """
+        if self.topology.world_size == self.topology.dp:
+            return self
+        stages = PipelineModel(self.config.parallel.schedule).stages(self.topology)
+        budgets = (self.config.attention.budget,) * model.layers
+        samples = [sample for step in range(CHOOSING_STEPS) for sample in self.batches.at(step)]
+        units = [MicroBatch((Segment.whole(sample),), budgets, Latency(0.0, 0.0)) for sample in samples]
+        layers = layers_by_time(units, model, stages)
+        engine, gradients = own_part(self.engine, self.ranks, layers)
+        return replace(self, engine=engine, gradients=gradients, layers=layers)
 
     def policy(self, name: str, model: LatencyModel) -> Policy:
         """The configured policy of that name; a unit size of "auto" is what `model` predicts fastest for the first
@@ -126,10 +163,13 @@ class Session:
         """The same, but micro-batches that are tuned while they run read their scores by this calibration."""
         return replace(self, engine=replace(self.engine, calibration=calibration))
 
-    def run(self, plan: StepPlan, where: str, probe_rows: int = 0) -> tuple[RankResult, float, float]:
+    def run(
+        self, plan: StepPlan, where: str, probe_rows: int = 0, schedule: Schedule | None = None
+    ) -> tuple[RankResult, float, float]:
         """This rank's part of a plan and the gradient all-reduce.
 
         Args:
+            schedule: of its pipeline.
             where: begins the message of an error, e.g. "step 3".
 
         Returns:
@@ -141,11 +181,12 @@ class Session:
         self.gradients.zero()
         begin = time.perf_counter()
         try:
-            result = self.engine.run(plan.ranks[self.ranks.rank], self.data.examples, plan.targets, probe_rows)
+            units, examples = plan.ranks[self.ranks.replica], self.data.examples
+            result = self.engine.run(units, examples, plan.targets, probe_rows, schedule, self.gradients)
         except Exception as error:
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         computed = time.perf_counter()
-        self.ranks.all_reduce(self.gradients.buffer)
+        self.gradients.reduce()
         end = time.perf_counter()
         return result, (end - begin) * 1e3, (end - computed) * 1e3
 
@@ -262,6 +303,7 @@ def preflight(config: RunConfig, policies: Sequence[str]) -> None:
         configured_policy(config, name)
     tokenizer = read_tokenizer(config.data.tokenizer)
     decoder = decoder_config(config.model, len(tokenizer), config.data.max_length)
+    check_topology(config.parallel, decoder)
     if config.balance.table is not None:
         check_same_identity(load_table(config.balance.table).identity, identity_of(decoder, config))
     data, _ = read_data(config.data)
@@ -284,10 +326,9 @@ def open_session(config: RunConfig, ranks: Ranks) -> Session:
     memory_mb = ranks.from_first(available_mb(config))
     model = build_model(config.model, config.attention, len(tokenizer), longest, config.seed)
     attention = config.attention
-    engine = Engine(model, attention.block_size, attention.granularity, config.model.checkpointing)
-    return Session(
-        config, ranks, data, batches, engine, FlatGradients(model), identity_of(model.config, config), memory_mb
-    )
+    engine = Engine.whole(model, attention.block_size, attention.granularity, config.model.checkpointing)
+    gradients = FlatGradients(engine.named_parameters, ranks)
+    return Session(config, ranks, data, batches, engine, gradients, identity_of(model.config, config), memory_mb)
 
 
 def _batches(config: RunConfig, data: TokenisedDataset) -> GlobalBatches:

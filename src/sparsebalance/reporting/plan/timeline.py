@@ -14,11 +14,10 @@ from plotly.subplots import make_subplots
 from sparsebalance.planner.forecast import Forecast, Recommendation
 from sparsebalance.planning.plan import MicroBatch, StepPlan
 from sparsebalance.planning.timeline import Span, Timeline
-from sparsebalance.reporting.figures import BACKWARD, FORWARD
+from sparsebalance.reporting.figures import BACKWARD, FORWARD, INPUT, SPAN_NAMES, WEIGHT
 from sparsebalance.reporting.plan.console import is_best, milliseconds
 
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-KIND_COLORS = {"F": FORWARD, "B": BACKWARD, "I": "#e45756", "W": "#72b7b2"}
+KIND_COLORS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHT}
 ALL_REDUCE = "#9a7fb8"
 LANES = 16  # workers of one plan that are all drawn; of more, the slowest and the fastest rank's
 SHORTEST_TEXT = 0.018  # share of the axis that a bar needs to have its name written in it
@@ -123,7 +122,8 @@ def _draw_plan(
             key = (rank, span.worker)
             last[key] = max(last[key], span.end_ms)
             name = f"{span.kind}{span.unit}"
-            hover = f"{name}, {KINDS[span.kind]}, rank {rank}, stage {span.stage}: {took:,.2f} ms<br>{texts[span.unit]}"
+            where = f"rank {rank}, stage {span.stage}"
+            hover = f"{name}, {SPAN_NAMES[span.kind]}, {where}: {took:,.2f} ms<br>{texts[span.unit]}"
             shown = name if took > SHORTEST_TEXT * end_ms else ""
             bars.setdefault(span.kind, []).append((lanes[key], span.start_ms, took, shown, hover))
     homes = {stage: worker for worker, held in enumerate(stages) for stage in held}
@@ -134,7 +134,7 @@ def _draw_plan(
             if finish > visible:
                 hover = f"all-reduce of stage {stage}'s gradients, {finish - start:,.2f} ms, ends at {finish:,.1f} ms"
                 bars.setdefault("all-reduce", []).append((lanes[key], visible, finish - visible, "", hover))
-    for order, kind in enumerate((*KINDS, "all-reduce")):
+    for order, kind in enumerate((*SPAN_NAMES, "all-reduce")):
         own = bars.get(kind)
         if not own:
             continue
@@ -156,7 +156,7 @@ def _draw_plan(
                 # Between bars of a few pixels, white would be most of what is seen.
                 "line": {"color": "white", "width": [0.5 * (took > 0.004 * end_ms) for _, _, took, *_ in own]},
             },
-            name=KINDS.get(kind, kind),
+            name=SPAN_NAMES.get(kind, kind),
             legendgroup=kind,
             legendrank=order,
             showlegend=kind not in legend,
@@ -173,7 +173,7 @@ def _draw_plan(
             line={"color": "#111", "width": 2.5},
             hoverinfo="skip",
             name="critical path",
-            legendrank=len(KINDS) + 1,
+            legendrank=len(SPAN_NAMES) + 1,
             row=row,
             col=1,
         )

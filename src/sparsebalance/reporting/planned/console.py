@@ -19,6 +19,12 @@ def print_figures(console: Console, found: Record) -> None:
     """
     console.print(_workers(found))
     console.print("Milliseconds a step; error: (planned - actual) / actual.", highlight=False)
+    if found["bubble"] is not None:
+        bubble = found["bubble"]
+        console.print(
+            f"Bubbles: stages waited {bubble['measured']:.1%} of the time, {bubble['planned']:.1%} as planned.",
+            highlight=False,
+        )
     if found["terms"]:
         terms = ", ".join(f"{name} {term['error_mean_abs']:.1%}" for name, term in found["terms"].items())
         console.print(f"Mean absolute error by term: {terms}.", highlight=False)
@@ -48,7 +54,8 @@ def _workers(found: Record) -> Table:
         header_style="bold",
     )
     table.add_column("worker", no_wrap=True)
-    for heading in ("planned ms", "actual ms", "error", "waiting"):
+    pipelined = found["bubble"] is not None
+    for heading in ("planned ms", "actual ms", "error", "waiting", *(["as planned"] if pipelined else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     stages = len({worker["stage"] for worker in found["workers"]})
     for worker in found["workers"]:
@@ -58,5 +65,6 @@ def _workers(found: Record) -> Table:
             f"{worker['measured_ms']:,.0f}",
             f"{worker['error']:+.1%}",
             f"{worker['waiting_share']:.1%}",
+            *([f"{worker['planned_waiting_share']:.1%}"] if pipelined else []),
         )
     return table

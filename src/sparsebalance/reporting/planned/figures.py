@@ -35,6 +35,7 @@ PART_COLORS = {
 }
 PART_NAMES = {"compute": "compute, not split", "all_reduce": "all-reduce", "outside": "rest of the step"}
 WORKER_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
+PLANNED_BUBBLE, BUBBLE = "#cfcfcf", "#6f6f6f"
 POINTS = 4000  # of the scatter plot; more only make the file larger
 
 
@@ -89,6 +90,35 @@ def time_spent(found: Record) -> go.Figure:
     )
     figure.update_yaxes(showticklabels=False, col=2)
     figure.update_xaxes(range=[0, 1], tickformat=".0%", col=2)
+    return figure
+
+
+def bubbles(found: Record) -> go.Figure:
+    """Share of the step that every worker waited: as planned, and as measured."""
+    workers = found["workers"]
+    labels = [worker_label((worker["rank"], worker["stage"]), 2) for worker in workers]
+    figure = go.Figure()
+    for key, name, color in (
+        ("planned_waiting_share", "planned", PLANNED_BUBBLE),
+        ("waiting_share", "actual", BUBBLE),
+    ):
+        shares = [worker[key] for worker in workers]
+        figure.add_bar(
+            orientation="h",
+            y=[f"{label} \u00a0" for label in labels],
+            x=shares,
+            text=[f"{share:.0%}" for share in shares],
+            textposition="outside",
+            textangle=0,
+            cliponaxis=False,
+            hovertext=[f"{label}, {name} waiting: {share:.1%}" for label, share in zip(labels, shares)],
+            hoverinfo="text",
+            marker_color=color,
+            name=name,
+        )
+    figure.update_layout(barmode="group", height=130 + 52 * len(workers), bargap=0.3, legend_traceorder="normal")
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    figure.update_xaxes(tickformat=".0%", rangemode="tozero")
     return figure
 
 

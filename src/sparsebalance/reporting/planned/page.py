@@ -21,12 +21,17 @@ WORDS = {
     "router": "choosing which key blocks every query reads",
     "attend": "attention over the chosen blocks",
     "head": "logits and loss of the target tokens",
+    "F, B, I, W": "forward and backward of a micro-batch on a stage; a backward may run in two halves, the gradient of "
+    "its input (I), which the stage before waits for, and that of its weights (W), which can fill gaps",
+    "bubble": "share of all workers' time in which a pipeline's stages waited, for each other or before the all-reduce",
     "waiting": "pauses between forwards and backwards (coverage is probed in them), and the time before the last rank "
     "came to the all-reduce",
     "all-reduce": "summing gradients over ranks, without the waiting before it",
     "lost": "step time beyond the prediction, or the ranks' mean waiting, whichever is more",
     "correction": "how much slower than the table says each rank and each term has been lately; plans use it",
 }
+
+IN_PIPELINES = ("F, B, I, W", "bubble")
 
 _STYLE = """<style>
 .tiles { display: flex; flex-wrap: wrap; gap: .7rem; margin: 1.1rem 0; }
@@ -49,16 +54,25 @@ def write_planned(path: Path, title: str, steps: Sequence[Step], found: Record, 
         (
             f"The slowest step, {slowest.step}: planned above actual",
             "Light bars are the plan, full ones what happened, on the same time axis. F and B are the forward and "
-            f"backward of a micro-batch; hover for its samples, budgets and terms.{_chunked(slowest)}",
+            f"backward of a micro-batch; hover for its samples, budgets and terms.{_chunked(slowest)}{_staged(found)}",
             timeline(slowest),
         )
     ]
     if median is not slowest:
         sections.append((f"A typical step, {median.step}", "The step of median time.", timeline(median)))
+    if found["bubble"] is not None:
+        sections.append(
+            (
+                "Bubbles, stage by stage",
+                "Share of the step in which a stage waited, for other stages or before the all-reduce: light as "
+                "planned, full as it went. What was planned is the price of the schedule; the rest came as it ran.",
+                figures.bubbles(found),
+            )
+        )
     sections += [
         (
             "Where the time went",
-            "The mean step of every rank. The black triangle is the compute time that was planned.",
+            f"The mean step of every {_who(found)}. The black triangle is the compute time that was planned.",
             figures.time_spent(found),
         ),
         (
@@ -75,13 +89,24 @@ def write_planned(path: Path, title: str, steps: Sequence[Step], found: Record, 
         ),
         (
             "Predicted and measured micro-batches",
-            f"Each point is a micro-batch; on average they are {found['unit_error_mean_abs']:.1%} off."
+            f"Each point is a micro-batch{'' if found['bubble'] is None else ' on a stage'}; on average they are "
+            f"{found['unit_error_mean_abs']:.1%} off."
             + (f" {figures.POINTS:,} evenly chosen ones at most." if found["micro_batches"] > figures.POINTS else ""),
             figures.predicted_and_measured(steps),
         ),
         *([samples] if samples is not None else []),
     ]
     write_page(path, title, _lead(found), sections, _tail(found))
+
+
+def _who(found: Record) -> str:
+    return "rank" if found["bubble"] is None else "stage"
+
+
+def _staged(found: Record) -> str:
+    if found["bubble"] is None:
+        return ""
+    return " I and W are the halves of a split backward. Grey is a bubble: the stage waits."
 
 
 def _chunked(step: Step) -> str:
@@ -97,9 +122,9 @@ def headline(found: Record) -> str:
     tended = "took longer" if error < 0 else "took less"
     return (
         f"Half of the steps came within {found['step_error_median_abs']:.1%} of their predicted time (the median one "
-        f"{tended}, by {abs(error):.1%}), micro-batches were {found['unit_error_mean_abs']:.1%} off on average; ranks "
-        f"computed for {found['compute_share']:.0%} of the time and waited for {shares['waiting']:.0%}, and planning "
-        f"took {found['planning_share']:.1%} of a step's time."
+        f"{tended}, by {abs(error):.1%}), micro-batches were {found['unit_error_mean_abs']:.1%} off on average; "
+        f"{_who(found)}s computed for {found['compute_share']:.0%} of the time and waited for {shares['waiting']:.0%}, "
+        f"and planning took {found['planning_share']:.1%} of a step's time."
     )
 
 
@@ -110,7 +135,7 @@ def _lead(found: Record) -> str:
         (f"{found['step_error_median']:+.1%}", f"median step error, {found['step_error_median_abs']:.1%} absolute"),
         (f"{found['unit_error_mean_abs']:.1%}", f"mean error of {found['micro_batches']:,} micro-batches"),
         (f"{found['compute_share']:.0%}", "of the time computing"),
-        (f"{shares['waiting']:.0%}", f"waiting, and {shares['all_reduce']:.0%} in the all-reduce"),
+        (f"{shares['waiting']:.0%}", f"waiting{_planned(found)}, and {shares['all_reduce']:.0%} in the all-reduce"),
         (f"{found['planning_share']:.1%}", "planning time / step time"),
     )
     boxes = "".join(
@@ -125,6 +150,10 @@ def _lead(found: Record) -> str:
     )
 
 
+def _planned(found: Record) -> str:
+    return "" if found["bubble"] is None else f" ({found['bubble']['planned']:.0%} planned)"
+
+
 def _tail(found: Record) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("step", "planned ms", "actual ms", "lost ms", "waiting"))
     rows = "".join(
@@ -133,7 +162,7 @@ def _tail(found: Record) -> str:
         f"<td class='reason'>{escape(entry['reason'])}</td><td>{entry['reason_ms']:,.0f}</td></tr>"
         for entry in found["worst"]
     )
-    words = "".join(f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>" for word, meaning in WORDS.items())
+    words = "".join(f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>" for word, meaning in _words(found).items())
     return (
         "<h2>The steps that lost most time, and why</h2>"
         "<p>The reason is the one without which the step would have been shortest; its price is in the last column.</p>"
@@ -143,3 +172,12 @@ def _tail(found: Record) -> str:
         "<p class='small'>metrics.jsonl holds every step, trace.json up to 20 of them for Perfetto "
         "(ui.perfetto.dev).</p>"
     )
+
+
+def _words(found: Record) -> dict[str, str]:
+    if found["bubble"] is None:
+        return {word: meaning for word, meaning in WORDS.items() if word not in IN_PIPELINES}
+    return WORDS | {
+        "waiting": "gaps between a stage's actions, and the time before the last stage came to the all-reduce",
+        "compute, not split": "the rest of the actions: packing rows, probing coverage",
+    }

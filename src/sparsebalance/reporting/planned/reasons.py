@@ -172,8 +172,10 @@ def pauses(step: Step) -> Reason | None:
     pause = last.measured_end_ms - last.measured_ms - planned
     if pause <= 0:
         return None
-    name = _names([last.key], step)
-    return Reason("gap", _saved(step, {last.key: pause}), f"{name} paused for {pause:,.0f} ms between its units")
+    name, lost = _names([last.key], step), _saved(step, {last.key: pause})
+    if step.stages > 1:
+        return Reason("gap", lost, f"{name} waited {pause:,.0f} ms longer for other stages than planned")
+    return Reason("gap", lost, f"{name} paused for {pause:,.0f} ms between its units")
 
 
 def all_reduce(step: Step) -> Reason | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.latency import TERMS
+from sparsebalance.planning.schedule import KINDS
 
 Record = dict[str, Any]
 Worker = tuple[int, int]  # (data-parallel rank, pipeline stage)
@@ -33,10 +34,6 @@ class Times:
     @property
     def total_ms(self) -> float:
         return self.forward_ms + self.backward_ms
-
-    @property
-    def end_ms(self) -> float:
-        return max(self.start_ms + self.forward_ms, self.backward_start_ms + self.backward_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +71,31 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """One action on a unit: F forward, B backward, or its halves, I input gradient and W weight gradient.
+
+    `planned` and `measured` are its start and what it took.
+    """
+
+    kind: str
+    unit: int
+    stage: int
+    planned: tuple[float, float]
+    measured: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStep:
-    """What one worker did in one step; `all_reduce_ms` follows its last unit and includes waiting for others."""
+    """What one worker did in one step; `all_reduce_ms` follows its last span and includes waiting for others.
+
+    `stage` is its place in the pipeline: the first stage that it holds.
+    """
 
     rank: int
     stage: int
     all_reduce_ms: float
     units: tuple[Unit, ...]
+    spans: tuple[Span, ...]
 
     @property
     def key(self) -> Worker:
@@ -88,19 +103,19 @@ class WorkerStep:
 
     @property
     def planned_ms(self) -> float:
-        return sum(unit.planned.total_ms for unit in self.units)
+        return sum(span.planned[1] for span in self.spans)
 
     @property
     def measured_ms(self) -> float:
-        return sum(unit.measured.total_ms for unit in self.units)
+        return sum(span.measured[1] for span in self.spans)
 
     @property
     def planned_end_ms(self) -> float:
-        return max((unit.planned.end_ms for unit in self.units), default=0.0)
+        return max((sum(span.planned) for span in self.spans), default=0.0)
 
     @property
     def measured_end_ms(self) -> float:
-        return max((unit.measured.end_ms for unit in self.units), default=0.0)
+        return max((sum(span.measured) for span in self.spans), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +153,15 @@ class Step:
     def waiting_ms(self, worker: WorkerStep) -> float:
         """Between the worker's units, and until all others had come to the all-reduce."""
         return max(0.0, self.finished_ms - self.exchange_ms - worker.measured_ms)
+
+    @property
+    def planned_end_ms(self) -> float:
+        """When the last worker was to be through its units."""
+        return max(worker.planned_end_ms for worker in self.workers)
+
+    def planned_waiting_ms(self, worker: WorkerStep) -> float:
+        """The same as planned."""
+        return max(0.0, self.planned_end_ms - worker.planned_ms)
 
     @property
     def mean_waiting_ms(self) -> float:
@@ -230,6 +254,7 @@ def parse_step(record: Any, where: str) -> Step:
 
 
 def _worker(record: Record) -> WorkerStep:
+    stage = int(record["stage"])
     units = tuple(
         Unit(
             index=index,
@@ -244,7 +269,37 @@ def _worker(record: Record) -> WorkerStep:
         for index, unit in enumerate(record["units"])
         if unit["tokens"]
     )
-    return WorkerStep(int(record["rank"]), int(record["stage"]), _ms(record, "all_reduce_ms"), units)
+    spans = spans_of(record) if "actions" in record else _whole_spans(units, stage)
+    if unknown := {span.unit for span in spans} - {unit.index for unit in units}:
+        raise ValueError(f"there are actions on units {sorted(unknown)}, which hold no tokens")
+    return WorkerStep(int(record["rank"]), stage, _ms(record, "all_reduce_ms"), units, spans)
+
+
+def spans_of(worker: Record) -> tuple[Span, ...]:
+    """The recorded actions of a pipeline's worker, see `sparsebalance.training.records.worker_records`.
+
+    Raises:
+        ValueError: an action that is not F, B, I or W, or that ends before it starts.
+    """
+    spans = []
+    for kind, unit, stage, *times in worker["actions"]:
+        planned_start, planned_end, start, end = map(float, times)
+        if kind not in KINDS or not (0 <= planned_start <= planned_end < math.inf and 0 <= start <= end < math.inf):
+            raise ValueError(f"an action is {[kind, unit, stage, *times]}")
+        planned, measured = (planned_start, planned_end - planned_start), (start, end - start)
+        spans.append(Span(kind, int(unit), int(stage), planned, measured))
+    return tuple(spans)
+
+
+def _whole_spans(units: Sequence[Unit], stage: int) -> tuple[Span, ...]:
+    """Of a worker without a pipeline: forward and backward of each unit."""
+    spans = []
+    for unit in units:
+        a, b = unit.planned, unit.measured
+        spans.append(Span("F", unit.index, stage, (a.start_ms, a.forward_ms), (b.start_ms, b.forward_ms)))
+        backward = (a.backward_start_ms, a.backward_ms), (b.backward_start_ms, b.backward_ms)
+        spans.append(Span("B", unit.index, stage, *backward))
+    return tuple(spans)
 
 
 def chunk_of(unit: Record) -> Chunk | None:

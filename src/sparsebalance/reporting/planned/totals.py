@@ -22,8 +22,10 @@ def run_figures(steps: Sequence[Step], notes: Sequence[str]) -> Record:
 
     `shares` are of workers x step time and add up to 1: linear, router, attend, head (or compute, where terms were
     not measured), waiting, all_reduce, and outside (step time after the all-reduce).
+    `bubble` is the share of workers x step time that was waited, as planned and as measured; None without pipelines.
     `planning_share` is planning time / step time.
     """
+    stages = max(step.stages for step in steps)
     step_errors = np.array([step.error for step in steps])
     unit_errors = np.array([signed_error(u.planned.total_ms, u.measured.total_ms) for u in timed_units(steps)])
     workers = [_worker_figures(steps, key) for key in all_workers(steps)]
@@ -39,13 +41,14 @@ def run_figures(steps: Sequence[Step], notes: Sequence[str]) -> Record:
         "schema": SCHEMA,
         "steps": len(steps),
         "policy": ", ".join(sorted({step.policy for step in steps})),
-        "micro_batches": len(unit_errors),
+        "micro_batches": len(unit_errors) // stages,
         "step_ms": float(np.median([step.step_ms for step in steps])),
         "step_error_median": float(np.median(step_errors)),
         "step_error_median_abs": float(np.median(np.abs(step_errors))),
         "unit_error_mean_abs": float(np.abs(unit_errors).mean()) if len(unit_errors) else 0.0,
         "unit_error_median": float(np.median(unit_errors)) if len(unit_errors) else 0.0,
         "shares": shares,
+        "bubble": {"planned": _planned_waiting(steps), "measured": shares["waiting"]} if stages > 1 else None,
         "compute_share": sum(w["measured_ms"] * w["steps"] for w in workers) / total,
         "planning_share": sum(step.planning_ms for step in steps) / sum(step.step_ms for step in steps),
         "terms": _term_figures(steps),
@@ -72,6 +75,7 @@ def run_figures(steps: Sequence[Step], notes: Sequence[str]) -> Record:
 def verdict(found: Record) -> str:
     """How good the plans were, how much time waiting took, and what most time was lost to; in words."""
     error, waiting = found["step_error_median_abs"], found["shares"]["waiting"]
+    who = "ranks" if found.get("bubble") is None else "stages"
     plan = _grade(
         error,
         "The plans held",
@@ -81,10 +85,10 @@ def verdict(found: Record) -> str:
     )
     waited = _grade(
         waiting,
-        "ranks hardly waited",
-        "ranks waited a little",
-        "ranks waited for a good part of the time",
-        "ranks waited for much of the time",
+        f"{who} hardly waited",
+        f"{who} waited a little",
+        f"{who} waited for a good part of the time",
+        f"{who} waited for much of the time",
     )
     lost = {kind: entry for kind, entry in found["lost_to"].items() if kind != "planned"}
     if not lost:
@@ -153,6 +157,13 @@ def _term_note(steps: Sequence[Step]) -> list[str]:
     return [f"{without:,} of {len(units):,} micro-batches had no terms measured; errors by term leave them out"]
 
 
+def _planned_waiting(steps: Sequence[Step], key: Worker | None = None) -> float:
+    """Share of the predicted step time that one worker was to wait, or all of them."""
+    own = [(step, worker) for step in steps for worker in step.workers if key is None or worker.key == key]
+    whole = sum(step.predicted_step_ms for step, _ in own)
+    return sum(step.planned_waiting_ms(worker) for step, worker in own) / whole if whole > 0 else 0.0
+
+
 def _worker_figures(steps: Sequence[Step], key: Worker) -> Record:
     """Means a step of one worker, in milliseconds."""
     parts: dict[str, float] = dict.fromkeys((*TERMS, "compute", "waiting", "all_reduce", "outside"), 0.0)
@@ -166,13 +177,10 @@ def _worker_figures(steps: Sequence[Step], key: Worker) -> Record:
             planned += worker.planned_ms
             measured += worker.measured_ms
             step_ms += step.step_ms
-            for unit in worker.units:
-                if unit.measured.terms is None:
-                    parts["compute"] += unit.measured.total_ms
-                else:
-                    for term in TERMS:
-                        parts[term] += unit.measured.terms[term]
-                    parts["compute"] += max(0.0, unit.measured.total_ms - sum(unit.measured.terms.values()))
+            split = [unit.measured.terms for unit in worker.units if unit.measured.terms is not None]
+            for term in TERMS:
+                parts[term] += sum(terms[term] for terms in split)
+            parts["compute"] += max(0.0, worker.measured_ms - sum(sum(terms.values()) for terms in split))
             parts["waiting"] += step.waiting_ms(worker)
             parts["all_reduce"] += step.exchange_ms
             parts["outside"] += step.outside_ms
@@ -185,5 +193,6 @@ def _worker_figures(steps: Sequence[Step], key: Worker) -> Record:
         "measured_ms": measured / count,
         "error": signed_error(planned, measured) if measured > 0 else 0.0,
         "waiting_share": parts["waiting"] / step_ms,
+        "planned_waiting_share": _planned_waiting(steps, key),
         "parts_ms": {part: ms / count for part, ms in parts.items()},
     }
