@@ -60,7 +60,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def untimed(line: dict[str, Any]) -> dict[str, Any]:
     """A step's record without what clocks said."""
     workers = [[{**unit, "measured": None} for unit in worker["units"]] for worker in line["workers"]]
-    timed = {"step_ms", "rank_busy_ms", "imbalance_rank", "planning_ms", "tune_ms", "probe_ms"}
+    timed = {"step_ms", "rank_busy_ms", "imbalance_rank", "bubble", "planning_ms", "tune_ms", "probe_ms"}
     return {**{k: v for k, v in line.items() if k not in timed}, "workers": workers}
 
 

@@ -24,8 +24,7 @@ def leave(text: str, lost: bool) -> None:
 def main() -> int:
     fate = sys.argv[1].split(",")[int(os.environ["RANK"])]
     with StopRequest() as stop:
-        position.here().enter("step 5")
-        position.here().at("F3 of stage 1")
+        position.here().enter("step 5, F3 of stage 1")
         if fate == "kill":
             time.sleep(0.3)  # later than one that waits for it may notice
             os.kill(os.getpid(), signal.SIGKILL)

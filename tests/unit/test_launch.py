@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -143,6 +144,21 @@ def test_a_position_says_nothing_before_it_is_entered(tmp_path: Path) -> None:
     position.prepare(tmp_path, 3)
     assert position.read(tmp_path, 3) == position.Seen("", 0.0)
     position.Position(None).enter("step 1")  # without a launching process
+
+
+def test_an_action_is_left_when_it_is_done_and_kept_when_it_fails(
+    tmp_path: Path,
+) -> None:
+    position.prepare(tmp_path, 0)
+    with (tmp_path / "position-0").open("r+b") as file:
+        here = position.Position(mmap.mmap(file.fileno(), position.SIZE))
+    here.enter("step 1")
+    with here.at("F0 of stage 1"):
+        assert position.read(tmp_path, 0).text == "step 1, F0 of stage 1"
+    assert position.read(tmp_path, 0).text == "step 1"
+    with pytest.raises(ValueError, match="no"), here.at("B0 of stage 1"):
+        raise ValueError("no")
+    assert position.read(tmp_path, 0).text == "step 1, B0 of stage 1"
 
 
 def test_failed_exchanges_are_told_from_own_errors() -> None:

@@ -241,10 +241,9 @@ class _Step:
 
     def _run(self, action: Action) -> ActionTime:
         received = self._received(action)
-        here().at(name(action))
         start, cpu = time.perf_counter(), time.thread_time()
         try:
-            with self._summing(action):
+            with here().at(name(action)), self._summing(action):
                 sent = self._compute(action, received)
         except InputError:
             raise

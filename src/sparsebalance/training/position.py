@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,10 +43,13 @@ class Position:
         self._where = where
         self._write(where)
 
-    def at(self, what: str) -> None:
-        """E.g. an action, inside of what was entered."""
+    @contextmanager
+    def at(self, what: str) -> Iterator[None]:
+        """E.g. an action, inside of what was entered. An error leaves it as it is: that is where it was raised."""
         if self._page is not None:
             self._write(f"{self._where}, {what}")
+        yield
+        self._write(self._where)
 
     def _write(self, text: str) -> None:
         if self._page is not None:
