@@ -28,9 +28,10 @@ from sparsebalance.profiling.memory import PeakMemory, memory_in_use
 from sparsebalance.profiling.points import random_example
 from sparsebalance.training.config import CompareConfig, load_config
 from sparsebalance.training.engine import Engine
+from sparsebalance.training.gradients import FlatGradients
 from sparsebalance.training.memory import sample_memory
 from sparsebalance.training.model import build_model, identity_of
-from sparsebalance.training.parallel import FlatGradients, Ranks, start
+from sparsebalance.training.parallel import Ranks, start
 from sparsebalance.training.session import configured_policy, read_tokenizer
 
 TOKENS = (4096, 16_384, 65_536)
@@ -98,7 +99,7 @@ def memory_row(case: Row) -> Row:
 
     def run() -> tuple[float, float]:
         """Milliseconds by the clock, and of the processor."""
-        gradients.zero()
+        gradients.begin()
         begin = time.thread_time()
         ms = engine.run(plan.ranks[0], examples, sample.targets).busy_ms
         return ms, (time.thread_time() - begin) * 1e3

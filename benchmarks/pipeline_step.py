@@ -171,7 +171,7 @@ class Bench:
     def run(self, plan: StepPlan, schedule: ScheduleName, examples: Sequence[Example], model: LatencyModel) -> Run:
         units = plan.ranks[0]
         (pipeline,) = rank_pipelines(plan.ranks, model, TOPOLOGY, self.pipeline(schedule))
-        self.gradients.zero()
+        self.gradients.begin()
         self.ranks.barrier()
         with PeakMemory() as peak:
             begin, cpu = time.perf_counter(), time.thread_time()

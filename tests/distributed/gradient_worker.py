@@ -10,7 +10,8 @@ from sparsebalance.planning.plan import Latency, MicroBatch, Topology
 from sparsebalance.planning.policy import OURS, named_policy, plan_step
 from sparsebalance.training.config import ParallelConfig
 from sparsebalance.training.engine import Engine
-from sparsebalance.training.parallel import FlatGradients, start, stop
+from sparsebalance.training.gradients import FlatGradients
+from sparsebalance.training.parallel import start, stop
 from tests.models import example, samples, tiny_model, unit
 from tests.unit.test_latency import make_table
 
@@ -28,11 +29,11 @@ def main() -> None:
     def difference(examples: list, placement: list[list[MicroBatch]]) -> list[float]:  # type: ignore[type-arg]
         """Relative differences of loss and gradient from one process with everything."""
         targets = sum(e.target_count for e in examples)
-        flat.zero()
+        flat.begin()
         mine = engine.run(placement[ranks.rank], examples, targets)
         ranks.all_reduce(flat.buffer)
         loss, summed = sum(ranks.gather(mine.loss)), flat.buffer.clone()
-        flat.zero()
+        flat.begin()
         alone = engine.run([unit(examples, i) for i in range(len(examples))], examples, targets)
         worst = float((summed - flat.buffer).abs().max() / flat.buffer.abs().max())
         return [abs(loss - alone.loss) / alone.loss, worst]

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from sparsebalance.planning.plan import Latency, MicroBatch, Segment, Topology, chain_lengths
 from sparsebalance.planning.schedule import Schedule, gpipe, interleaved, one_forward_one_backward
-from sparsebalance.training import parallel
+from sparsebalance.training import gradients
 from sparsebalance.training.config import ParallelConfig
 from sparsebalance.training.data import Example
 from sparsebalance.training.engine import Engine
-from sparsebalance.training.parallel import FlatGradients, Ranks, joined_ranks, start, stop
+from sparsebalance.training.gradients import FlatGradients
+from sparsebalance.training.parallel import Ranks, joined_ranks, start, stop
 from sparsebalance.training.topology import own_part
 from tests.models import example, samples
 from tests.unit.test_stage import EXAMPLES as USUAL
@@ -73,7 +74,7 @@ class Spread:
         examples = {"usual": USUAL, "large": LARGE, "tiny": TINY, "one": ONE}[which]
         ranks, engine = self.ranks, self.engine
         wanted, norm, gradients = reference(Ranks(ranks.rank, ranks.world), which, self.adapters)
-        self.gradients.zero()
+        self.gradients.begin()
         own = placement[ranks.replica]
         result = engine.run(
             own,
@@ -145,7 +146,7 @@ def differences(ranks: Ranks, thorough: bool) -> dict[str, float]:
 
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
-    parallel.BUCKET_BYTES = 8 * 5000  # several buckets a stage, some of several parameters
+    gradients.BUCKET_BYTES = 8 * 5000  # several buckets a stage, some of several parameters
     base = start(ParallelConfig(dp=world, timeout_s=60))
     found: dict[str, dict[str, float]] = {}
     for spoken in sys.argv[1:]:

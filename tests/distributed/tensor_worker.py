@@ -233,11 +233,12 @@ def compare(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     seen = ShapesSeen()
     with seen if case.watched else contextlib.nullcontext():
         loss = run(case, stages, tensor.cross_entropy)
-    tensor.complete_gradients(shared.named_parameters())
+    own = {n: p.grad for n, p in shared.named_parameters() if p.grad is not None}
+    tensor.complete_gradients(own)
 
-    own = {n: p.grad for n, p in shared.named_parameters() if p.requires_grad}
     gradients = {n: apart(gradient, tensor.part(n, wanted[n])) for n, gradient in own.items()}  # type: ignore[arg-type]
-    share = torch.tensor(tensor.grad_square_sum(shared.named_parameters()), dtype=torch.float64)
+    squares = (g.double().square().sum() for g in tensor.counted_once(own).values())
+    share = sum(squares, torch.zeros((), dtype=torch.float64))
     dist.all_reduce(share)
     norm = sum(float(g.double().square().sum()) for g in wanted.values()) ** 0.5  # type: ignore[union-attr]
     worst = largest([gradients.get(n, 0.0) for n in wanted])  # rank 0 alone has biases that are added once

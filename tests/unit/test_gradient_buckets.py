@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsebalance.planning.plan import chain_lengths
-from sparsebalance.training import parallel
+from sparsebalance.training import gradients
 from sparsebalance.training.engine import Engine
-from sparsebalance.training.parallel import FlatGradients, Ranks
+from sparsebalance.training.gradients import FlatGradients
+from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.stage import cut, untie
 from tests.unit.test_stage import EXAMPLES, LAYERS, SCHEDULES, TARGETS, in_one_process, model_of, units_of
 
@@ -41,7 +42,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
         return found[-1]
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(parallel, "BUCKET_BYTES", 8 * 5000)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 8 * 5000)
     return found
 
 
@@ -64,7 +65,7 @@ def test_complete_buckets_go_off_during_the_last_backwards(name: str, checkpoint
     assert sent == []
     alone = flat.buffer.clone()
     for _ in range(2):
-        flat.zero()
+        flat.begin()
         sent.clear()
         engine.run(units, EXAMPLES, TARGETS, schedule=schedule, reduction=flat)
         assert len(sent) == flat.buckets > LAYERS
@@ -82,7 +83,7 @@ def test_buckets_go_off_one_by_one_from_the_last_layer(sent: list[Sent]) -> None
     last_layer = [p for key, p in stage.named_parameters() if ".layers.3." in key or key == "model.norm.weight"]
     with flat.last_action(stage, set()):  # all of it was complete before
         assert len(sent) == flat.buckets
-    flat.zero()
+    flat.begin()
     sent.clear()
     with flat.last_action(stage, set(last_layer)):
         assert sent == []  # those of the earlier layers wait, so that all ranks have one order
@@ -97,7 +98,7 @@ def test_a_rank_without_units_sums_the_same_buckets(sent: list[Sent]) -> None:
     engine.run(units_of(16), EXAMPLES, TARGETS, reduction=flat)
     flat.reduce()
     ran = [(one.bucket.data_ptr(), one.bucket.numel()) for one in sent]
-    flat.zero()
+    flat.begin()
     sent.clear()
     assert engine.run([], EXAMPLES, TARGETS, reduction=flat).loss == 0
     assert sent == []

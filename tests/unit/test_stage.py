@@ -20,9 +20,10 @@ from sparsebalance.planning.simulator import StageCosts
 from sparsebalance.planning.units import cut as cut_sample
 from sparsebalance.training.config import AttentionConfig, ModelConfig
 from sparsebalance.training.engine import Engine
+from sparsebalance.training.gradients import FlatGradients
 from sparsebalance.training.model import build_model
 from sparsebalance.training.packing import pack
-from sparsebalance.training.parallel import FlatGradients, Ranks
+from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.stage import cut
 from sparsebalance.training.weight_gradients import Deferred, Splitter
 from tests.models import VOCABULARY, example, gradients, largest_difference, samples, tiny_model, unit

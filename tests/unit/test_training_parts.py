@@ -20,9 +20,10 @@ from sparsebalance.training.checkpoint_writer import CheckpointWriter
 from sparsebalance.training.config import BalanceConfig, OptimizerConfig, ParallelConfig, RunConfig
 from sparsebalance.training.engine import Engine
 from sparsebalance.training.feedback import Feedback, Learner
+from sparsebalance.training.gradients import FlatGradients
 from sparsebalance.training.memory import sample_memory
 from sparsebalance.training.metrics import MetricsFile
-from sparsebalance.training.parallel import FlatGradients, Ranks, start
+from sparsebalance.training.parallel import Ranks, start
 from sparsebalance.training.session import possible_unit_sizes
 from sparsebalance.training.trainer import learning_rate, make_optimizer, update
 from tests.conftest import samples_of
@@ -76,7 +77,7 @@ def test_flat_gradients_are_the_parameters_gradients() -> None:
     assert flat.norm() == pytest.approx(before / 2)
     assert flat.clip(before) == pytest.approx(before / 2)
     assert flat.norm() == pytest.approx(before / 2)
-    flat.zero()
+    flat.begin()
     assert all(float(p.grad.abs().max()) == 0 for p in model.parameters() if p.grad is not None)
 
 
@@ -102,7 +103,7 @@ def test_a_checkpoint_restores_model_optimiser_and_random_state(tmp_path: Path) 
     examples = [example(20, 9), example(30, 4)]
 
     def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, flat: FlatGradients) -> None:
-        flat.zero()
+        flat.begin()
         engine(model).run([unit(examples, 0, 1)], examples, 13)  # type: ignore[arg-type]
         update(optimizer, 1e-2)
 

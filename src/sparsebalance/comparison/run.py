@@ -100,15 +100,15 @@ def run_comparison(
         # Untimed: measures coverage for everyone, and brings the step's data and code into the caches.
         probes = _probe(calibrated, plans[0][0])
         measured: dict[str, PolicyStep] = {}
-        baseline_gradients = torch.empty(0)
+        baseline_gradients: dict[str, torch.Tensor] = {}
         for turn in range(len(policies)):
             index = (turn + step) % len(policies)
             plan, timeline, planning_ms = plans[index]
             on_policy(step, plan.policy)
             measured[plan.policy] = _run(calibrated, plan, timeline, planning_ms, step)
             if index == 0:
-                baseline_gradients = session.gradients.buffer.clone()
-        session.gradients.buffer.copy_(baseline_gradients)
+                baseline_gradients = session.gradients.copies()
+        session.gradients.restore(baseline_gradients)
         session.gradients.clip(config.optimizer.clip_norm)
         rate = learning_rate(config.optimizer, step, config.steps)
         update(optimizer, rate)

@@ -90,7 +90,7 @@ def take_part(ranks: Ranks, engine: Engine, optimizer: torch.optim.Optimizer) ->
         return None
     part = Part({}, {})
     for name, parameter in engine.named_parameters.items():
-        if ranks.stage_worker and parameter is engine.tied_elsewhere:  # the first stage writes it
+        if ranks.stage_worker and name == engine.tied_elsewhere:  # the first stage writes it
             continue
         state = optimizer.state.get(parameter, {})
         weight = _whole(engine, name, parameter, parameter.detach())

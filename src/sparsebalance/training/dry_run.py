@@ -138,7 +138,7 @@ def _run(session: Session, chain: Chain) -> dict[str, Any]:
     targets = sum(unit.targets for unit in chain)
     with PeakMemory() as peak:
         times = session.engine.run(chain, session.data.examples, targets).units
-    session.gradients.zero()
+    session.gradients.begin()
     used = None if peak.megabytes is None else peak.megabytes * 2**20 / 1e6 - begin / 1e6
     measured = [mb for mb in session.ranks.gather(used) if mb is not None]
     parts = chain_memory(session.config, session.identity, chain)

@@ -100,9 +100,10 @@ class Engine:
         return {name: parameter for stage in self.stages for name, parameter in stage.named_parameters()}
 
     @property
-    def tied_elsewhere(self) -> nn.Parameter | None:
-        """The embedding or head that another worker of the pipeline holds as well."""
-        return tied_elsewhere(self.stages)
+    def tied_elsewhere(self) -> str | None:
+        """Name of the embedding or head that another worker of the pipeline holds as well."""
+        tied = tied_elsewhere(self.stages)
+        return next((name for name, parameter in self.named_parameters.items() if parameter is tied), None)
 
     def context(
         self,

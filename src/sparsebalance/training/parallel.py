@@ -1,4 +1,4 @@
-"""Processes: start-up, their places in the device mesh, gradients in one flat buffer, and failing together.
+"""Processes: start-up, their places in the device mesh, and what they say to each other.
 
 In: the environment that torchrun sets (or none, for a single process). Out: `Ranks`, which the trainer uses
 for everything that crosses processes.
@@ -7,18 +7,16 @@ for everything that crosses processes.
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import Topology
@@ -26,11 +24,8 @@ from sparsebalance.profiling.memory import keep_freed_memory
 from sparsebalance.training.config import ParallelConfig
 from sparsebalance.training.links import PipelineGroups
 from sparsebalance.training.rendezvous import store_of_attempt
-from sparsebalance.training.stage import Stage
-from sparsebalance.training.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
-BUCKET_BYTES = 25 * 2**20  # of gradients that one all-reduce sums
 
 
 @dataclass(frozen=True)
@@ -183,135 +178,6 @@ def stop() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class FlatGradients:
-    """All gradients of a rank's parameters as views of one buffer: no copies, one norm.
-
-    They are summed over the data-parallel ranks in buckets, the last parameters first, as a backward completes them
-    (Li et al. 2020, PyTorch Distributed, section 3.2): each while the rest of the step's last backward runs, as soon
-    as its gradients are complete and the bucket before it is on its way. So every rank sums the same buckets in the
-    same order, whatever it runs.
-
-    Attributes:
-        buffer: all of them, [parameters].
-    """
-
-    def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        ranks: Ranks,
-        tied: nn.Parameter | None = None,
-        tensor: TensorParallel | None = None,
-    ) -> None:
-        """Args:
-        named: by name; those that need no gradient have none.
-        tied: of them, the one that another worker of the pipeline holds as well.
-        tensor: how they are spread over tensor-parallel ranks, where they are.
-        """
-        parameters = [p for p in named.values() if p.requires_grad]
-        self._named, self._ranks, self._tied, self._tensor = named, ranks, tied, tensor
-        dtype = next(iter(named.values())).dtype
-        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype)  # empty where all is frozen
-        self._buckets: list[Tensor] = []
-        self._bucket_of: dict[Tensor, int] = {}
-        start = stop = self.buffer.numel()
-        for parameter in reversed(parameters):
-            end, start = start, start - parameter.numel()
-            parameter.grad = self.buffer[start:end].view_as(parameter)
-            self._bucket_of[parameter] = len(self._buckets)
-            if (stop - start) * self.buffer.itemsize >= BUCKET_BYTES or not start:
-                self._buckets.append(self.buffer[start:stop])
-                stop = start
-        self._incomplete: list[set[Tensor]] = []  # by bucket
-        self._sums: list[dist.Work | None] = []  # of the buckets on their way
-        self._expect_all()
-
-    @property
-    def buckets(self) -> int:
-        """How many there are."""
-        return len(self._buckets)
-
-    def zero(self) -> None:
-        """Before a step."""
-        self.buffer.zero_()
-        self._expect_all()
-
-    @contextmanager
-    def last_action(self, stage: Stage, remaining: Set[Tensor] | None = None) -> Iterator[None]:
-        """Inside runs the last action of the step that adds to a stage's gradients: see `Reduction`."""
-        own = [parameter for _, parameter in stage.named_parameters() if parameter in self._bucket_of]
-        if remaining is not None:
-            self._discard([parameter for parameter in own if parameter not in remaining])
-        # None are needed where nothing is summed.
-        hooked = [] if self._ranks.data is None else own
-        hooks = [parameter.register_post_accumulate_grad_hook(self.complete) for parameter in hooked]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._discard(own)
-
-    def complete(self, parameter: Tensor) -> None:
-        """Nothing more is added to a parameter's gradient in this step.
-
-        Raises:
-            RuntimeError: that was said before; its bucket may have been summed without what came in between.
-        """
-        incomplete = self._incomplete[self._bucket_of[parameter]]
-        if parameter not in incomplete:
-            shape = list(parameter.shape)
-            raise RuntimeError(f"a gradient of shape {shape} was added to twice in a stage's last action of the step")
-        self._discard([parameter])
-
-    def reduce(self) -> None:
-        """Sum over the data-parallel ranks, as far as that has not begun, and wait for it; then sum what is spread
-        over this rank's copy of the model: a tied weight over the two stages that hold it, and over tensor-parallel
-        ranks what each has only a part of."""
-        self._discard(self._bucket_of)
-        for work in self._sums:
-            if work is not None:
-                work.wait()
-        if self._tied is not None and self._tied.grad is not None:
-            dist.all_reduce(self._tied.grad, group=self._ranks.ends)
-        if self._tensor is not None:
-            self._tensor.complete_gradients(self._named.items())
-
-    def _expect_all(self) -> None:
-        self._sums.clear()
-        self._incomplete = [set() for _ in self._buckets]
-        for parameter, bucket in self._bucket_of.items():
-            self._incomplete[bucket].add(parameter)
-
-    def _discard(self, complete: Iterable[Tensor]) -> None:
-        """Send off the next buckets, up to the first that is not complete without these gradients."""
-        for parameter in complete:
-            self._incomplete[self._bucket_of[parameter]].discard(parameter)
-        if self._ranks.data is None:
-            return
-        while len(self._sums) < len(self._buckets) and not self._incomplete[len(self._sums)]:
-            bucket = self._buckets[len(self._sums)]
-            self._sums.append(dist.all_reduce(bucket, group=self._ranks.data, async_op=True))
-
-    def norm(self) -> float:
-        """Euclidean norm over all gradients of the model, in fp64 (a sum of millions of squares)."""
-        if self._ranks.model is None:
-            return float(torch.linalg.vector_norm(self.buffer, dtype=torch.float64))
-        if self._tensor is None:
-            squares = float(torch.linalg.vector_norm(self.buffer, dtype=torch.float64)) ** 2
-        else:
-            squares = self._tensor.grad_square_sum(self._named.items())
-        if self._tied is not None and self._tied.grad is not None and self._ranks.stage_worker:  # counted by the first
-            squares -= float(torch.linalg.vector_norm(self._tied.grad, dtype=torch.float64)) ** 2
-        return math.sqrt(max(self._ranks.sum_over_model(squares), 0.0))
-
-    def clip(self, limit: float) -> float:
-        """Scale down to `limit` where the norm is larger; returns the norm before."""
-        norm = self.norm()
-        if norm > limit:
-            self.buffer.mul_(limit / norm)
-        return norm
 
 
 def rng_state() -> dict[str, object]:

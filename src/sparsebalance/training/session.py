@@ -32,9 +32,10 @@ from sparsebalance.training import token_cache
 from sparsebalance.training.config import DataConfig, RunConfig, check_config
 from sparsebalance.training.data import TokenisedDataset, load_examples
 from sparsebalance.training.engine import Engine
+from sparsebalance.training.gradients import FlatGradients, Gradients
 from sparsebalance.training.memory import available_mb, fitting_sizes, longest_whole, memory_model
 from sparsebalance.training.model import build_model, decoder_config, identity_of
-from sparsebalance.training.parallel import FlatGradients, Ranks
+from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.results import RankResult
 from sparsebalance.training.sampler import GlobalBatches
 from sparsebalance.training.topology import check_topology, own_part
@@ -49,7 +50,7 @@ class Session:
     data: tokenised examples; sample ids index them.
     batches: step -> samples.
     engine: the model, ready to run planned units.
-    gradients: of the model, one buffer.
+    gradients: of what this process holds of it.
     identity: what a latency table must have been measured for.
     memory_mb: of each rank before the model was built; None where it is not known.
     layers: of each pipeline stage, once the model is cut (see `staged`); None before, and without a pipeline.
@@ -60,7 +61,7 @@ class Session:
     data: TokenisedDataset
     batches: GlobalBatches
     engine: Engine
-    gradients: FlatGradients
+    gradients: Gradients
     identity: Identity
     memory_mb: float | None
     layers: tuple[int, ...] | None = None
@@ -71,7 +72,7 @@ class Session:
 
     def pipeline(self, table: LatencyTable) -> PipelineModel:
         """How a step runs besides its micro-batches: schedule, layers of the stages, messages, gradient all-reduce."""
-        largest_mb, buckets = max(self.ranks.gather((self.gradients.buffer.nbytes / 1e6, self.gradients.buckets)))
+        largest_mb, buckets = max(self.ranks.gather((self.gradients.megabytes, self.gradients.buckets)))
         network, reduce_ms, point = table.network, 0.0, None
         if network is not None:
             reduce_ms = network.all_reduce.ms(largest_mb) if self.topology.dp > 1 else 0.0
@@ -126,7 +127,7 @@ class Session:
             progress=progress,
             gather=self.ranks.gather,
         )
-        self.gradients.zero()
+        self.gradients.begin()
         # A pipeline is as slow as its slowest process.
         factors = tuple(self.ranks.slowest(measured.rank_factors))
         return replace(measured.table, network=measure_network(self.ranks)), factors
@@ -178,8 +179,8 @@ class Session:
         Raises:
             RuntimeError: anything failed; names where.
         """
-        self.gradients.zero()
         begin = time.perf_counter()
+        self.gradients.begin()
         try:
             units, examples = plan.ranks[self.ranks.replica], self.data.examples
             result = self.engine.run(units, examples, plan.targets, probe_rows, schedule, self.gradients)

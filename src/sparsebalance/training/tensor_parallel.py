@@ -83,34 +83,29 @@ class TensorParallel:
         first = _edge(self.vocabulary, self.rank, self.degree)
         return vocabulary_parallel_cross_entropy(hidden, weight, targets, first, self.group, clock)
 
-    def complete_gradients(self, parameters: Named) -> None:
+    def complete_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Sum the gradients of replicated parameters over the ranks, in place; collective.
 
         Once a step, after the last backward: all other gradients are complete for this rank's part without it.
+
+        Args:
+            gradients: by parameter name; the same names and shapes on all ranks.
         """
-        gradients = [
-            parameter.grad
-            for name, parameter in parameters
-            if self.splits[name].kind == "replicated" and parameter.grad is not None
-        ]
-        if not gradients:
+        partial = [gradient for name, gradient in gradients.items() if self.splits[name].kind == "replicated"]
+        if not partial:
             return
-        summed = torch.cat([gradient.flatten() for gradient in gradients])
+        summed = torch.cat([gradient.flatten() for gradient in partial])
         dist.all_reduce(summed, group=self.group)
-        for gradient, part in zip(gradients, summed.split([gradient.numel() for gradient in gradients])):
+        for gradient, part in zip(partial, summed.split([gradient.numel() for gradient in partial])):
             gradient.copy_(part.view_as(gradient))
 
-    def grad_square_sum(self, parameters: Named) -> float:
-        """This rank's share of the squared gradient norm, in fp64, after `complete_gradients`.
-
-        Replicated parameters count on rank 0 alone, so that the sum over ranks counts everything once.
-        """
-        squares = (
-            float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
-            for name, parameter in parameters
-            if parameter.grad is not None and (self.splits[name].kind != "replicated" or self.rank == 0)
-        )
-        return sum(squares, 0.0)
+    def counted_once(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that count on this rank in a sum over ranks: replicated parameters do on rank 0 alone."""
+        return {
+            name: gradient
+            for name, gradient in gradients.items()
+            if self.splits[name].kind != "replicated" or self.rank == 0
+        }
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """The ranks' parts of a parameter, or of anything of its shape such as an optimiser's moment, put together

@@ -15,12 +15,13 @@ from sparsebalance.attention.ulysses import HeadExchange, check_sequence_degree
 from sparsebalance.planning.pipeline import PipelineModel, split_layers
 from sparsebalance.training.config import ParallelConfig
 from sparsebalance.training.engine import Engine
-from sparsebalance.training.parallel import FlatGradients, Ranks
+from sparsebalance.training.gradients import FlatGradients, Gradients
+from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.stage import cut, untie
 from sparsebalance.training.tensor_parallel import check_tensor_degree, parallelize
 
 
-def own_part(engine: Engine, ranks: Ranks, layers: Sequence[int]) -> tuple[Engine, FlatGradients]:
+def own_part(engine: Engine, ranks: Ranks, layers: Sequence[int]) -> tuple[Engine, Gradients]:
     """All processes call it at once.
 
     Args:
