@@ -1,4 +1,4 @@
-"""Run by torchrun with a folder and legs NAME:DP:PP:TP:UNTIL: runs that go on, one after another, as other topologies.
+"""Run by forked.py with a folder and legs NAME:DP:PP:TP:SHARD:UNTIL: runs that go on, one after another, as other topologies.
 
 A leg begins the run NAME, or goes on from its last checkpoint, and is asked to stop when UNTIL steps are done.
 """
@@ -55,11 +55,8 @@ def main() -> None:
     base = start(ParallelConfig(dp=world, timeout_s=60))
     for one in sys.argv[3:]:
         name, *numbers = one.split(":")
-        dp, pp, tp, until = map(int, numbers)
-        ranks = joined_ranks(base.rank, Topology(dp=dp, pp=pp, tp=tp), 60)
-        leg(config(folder, name, dp=dp, pp=pp, tp=tp), ranks, until)
+        dp, pp, tp, shard, until = map(int, numbers)
+        ranks = joined_ranks(base.rank, Topology(dp=dp, pp=pp, tp=tp), 60, shard)
+        leg(config(folder, name, dp=dp, pp=pp, tp=tp, shard=shard), ranks, until)
     stop()
-
-
-if __name__ == "__main__":
-    main()
+    print("done")

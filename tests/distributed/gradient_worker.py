@@ -1,4 +1,4 @@
-"""Run by torchrun: gradients over two ranks against one process, plans against each other; JSON on rank 0."""
+"""Run by forked.py: gradients over two ranks against one process, plans against each other; JSON on rank 0."""
 
 from __future__ import annotations
 
@@ -67,7 +67,3 @@ def main() -> None:
     if ranks.is_first:
         print(json.dumps(found), file=sys.stdout, flush=True)
     stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
-"""Run by torchrun: models spread over real processes against one process; JSON on rank 0.
+"""Run by forked.py: models spread over real processes against one process; JSON on rank 0.
 
-The arguments are topologies as DPxPPxTPxSP, each of as many processes as there are; the first is looked at most.
+The arguments are topologies as DPxPPxTPxSP or DPxPPxTPxSP/SHARD, each of as many processes as there are; the first is
+looked at most, where they are fewer than 8.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sparsebalance.planning.plan import Latency, MicroBatch, Segment, Topology, chain_lengths
 from sparsebalance.planning.schedule import Schedule, gpipe, interleaved, one_forward_one_backward
@@ -90,7 +92,7 @@ class Spread:
         scale = max(float(gradient.abs().max()) for gradient in gradients.values())
         worst = 0.0
         for key, parameter in engine.named_parameters.items():
-            found = parameter.grad
+            found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             if engine.tensor is not None and engine.tensor.splits[key].trainable:
                 found = engine.tensor.whole(key, torch.zeros_like(parameter) if found is None else found)
             if found is not None:
@@ -137,6 +139,7 @@ def differences(ranks: Ranks, thorough: bool) -> dict[str, float]:
     found["adapters"] = Spread(ranks, adapters=True).difference("usual", placing(chunks), last)
     # Large units, then tiny ones, with coverage measured in between: buffers follow the plan.
     found["large"] = plain.difference("large", placing(whole_units(LARGE)))
+    plain.gradients.begin()
     probes = ranks.gather(plain.engine.probe(placing(chunks)[ranks.replica], USUAL, 4))
     assert len({key for part in probes for key in part}) == LAYERS * len(USUAL)
     found["tiny"] = plain.difference("tiny", placing(whole_units(TINY)), last)
@@ -150,12 +153,9 @@ def main() -> None:
     base = start(ParallelConfig(dp=world, timeout_s=60))
     found: dict[str, dict[str, float]] = {}
     for spoken in sys.argv[1:]:
-        ranks = joined_ranks(base.rank, Topology(*map(int, spoken.split("x"))), 60)
-        found[spoken] = differences(ranks, thorough=spoken == sys.argv[1])
+        degrees, _, shard = spoken.partition("/")
+        ranks = joined_ranks(base.rank, Topology(*map(int, degrees.split("x"))), 60, int(shard or 1))
+        found[spoken] = differences(ranks, thorough=spoken == sys.argv[1] and base.world < 8)
     if base.is_first:
         print(json.dumps(found), file=sys.stdout, flush=True)
     stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Run by torchrun with a folder, on two processes: a training run and a comparison, as pipelines of two stages."""
+"""Run by forked.py with a folder, on two processes: a training run and a comparison, as pipelines of two stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,4 @@ def main() -> None:
     config = TypeAdapter(CompareConfig).validate_python({**record, "policies": ["random", "sab"]})
     compare(config, ranks, Console(file=open(os.devnull, "w")))  # noqa: SIM115
     stop()
-
-
-if __name__ == "__main__":
-    main()
+    print("done")

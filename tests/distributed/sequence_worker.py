@@ -1,6 +1,6 @@
-"""Four processes: sequence parallel ranks against one process with everything; rank 0 prints JSON.
+"""Run by forked.py in four processes: sequence parallel ranks against one process with everything; JSON on rank 0.
 
-Started with the path of a store that is not there yet. At degree 4 all ranks are one group; at degree 2 they are two
+At degree 4 all ranks are one group; at degree 2 they are two
 groups, which share the units out as data-parallel ranks do.
 """
 
@@ -9,15 +9,12 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 from transformers import PreTrainedModel
 
 from sparsebalance.attention.interface import PackedLayout
@@ -42,7 +39,6 @@ from tests.models import VOCABULARY, example, samples, unit
 
 WORLD = 4
 DEGREES = (2, 4)
-LIMIT_S = 100  # of every process; a collective gives up earlier
 BLOCK = 4
 T = TypeVar("T")
 Chains = Sequence[Sequence[MicroBatch]]
@@ -109,11 +105,10 @@ TUNINGS = {
 WISHES = (9, 8)
 
 
-def main(rank: int, store: str) -> None:
-    signal.alarm(LIMIT_S)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
-    )
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     exchanges = {2: HeadExchange(pairs[rank // 2]), 4: HeadExchange(dist.group.WORLD)}  # type: ignore[arg-type]
     found: dict[str, object] = {}
@@ -314,10 +309,3 @@ def low_precision(exchange: HeadExchange) -> float:
         dist.all_reduce(loss, group=exchange.group)
         losses.append(float(loss))
     return abs(losses[1] / losses[0] - 1)
-
-
-if __name__ == "__main__":
-    signal.alarm(LIMIT_S)
-    torch.set_num_threads(1)
-    # Forked before torch has started a thread: what was imported serves all four, and one's failure ends the others.
-    start_processes(main, (sys.argv[1],), WORLD, start_method="fork")

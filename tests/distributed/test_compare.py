@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.distributed import forked
 from tests.models import tiny_run
 
 pytestmark = pytest.mark.distributed
@@ -19,10 +16,7 @@ pytestmark = pytest.mark.distributed
 
 def test_compare_on_two_processes(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_run(tmp_path, steps=2)))
-    done = subprocess.run(
-        [sys.executable, "-m", "sparsebalance", "compare", "--config", str(tmp_path / "config.yaml")],
-        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = forked.command_line(["compare", "--config", str(tmp_path / "config.yaml")])
     assert done.returncode == 0, done.stderr
     assert "vs random" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

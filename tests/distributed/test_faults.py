@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsebalance.training.parallel import Ranks
 from tests.conftest import ROOT
+from tests.distributed import forked
 from tests.distributed.checkpoint_worker import CHANGES, STEPS, config, leg, record
 from tests.distributed.test_training import LIMIT_S, environment, metrics, start, untimed
 
@@ -34,17 +35,20 @@ def torchrun(folder: Path, processes: int, *arguments: str, fault: str = "") -> 
 
 
 def legs(folder: Path, processes: int, *runs: str) -> None:
-    torchrun(folder, processes, "-m", "tests.distributed.checkpoint_worker", str(folder), str(processes), *runs)
+    cache = str(folder / "cache")
+    forked.run("checkpoint_worker", processes, str(folder), str(processes), *runs, XDG_CACHE_HOME=cache)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an undisturbed run on two data-parallel ranks, "straight", and of one that was moved, "moved": those two, two
-    pipeline stages, two tensor-parallel ranks, two pipelines of two stages, and one process with everything."""
+    """Of an undisturbed run on two data-parallel ranks, "straight", and of one that was moved, "moved": those two,
+    first with parameters shared out and then without, two pipeline stages, two tensor-parallel ranks, two pipelines of
+    two stages that share parameters out, and one process with everything."""
     folder = tmp_path_factory.mktemp("runs")
     config(folder, "straight", dp=2)  # makes data and table
-    legs(folder, 2, f"straight:2:1:1:{STEPS}", "moved:2:1:1:2", "moved:1:2:1:3", "moved:1:1:2:5")
-    legs(folder, 4, "moved:2:2:1:7")
+    moved = ("moved:2:1:1:2:1", "moved:2:1:1:1:2", "moved:1:2:1:1:3", "moved:1:1:2:1:5")
+    legs(folder, 2, f"straight:2:1:1:1:{STEPS}", *moved)
+    legs(folder, 4, "moved:2:2:1:2:7")
     leg(config(folder, "moved", dp=1), Ranks(0, 1), STEPS)
     return folder
 
@@ -98,15 +102,19 @@ def test_a_stage_that_is_killed_or_stuck_is_named(kind: str, reason: str, tmp_pa
     assert last.endswith("; all ranks were stopped")
 
 
-def test_a_collective_that_a_rank_never_joins_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "collective"),
+    [("hang:1:1", "an exchange of FlatGradients.reduce"), ("hang:1:1:end", "all_gather_object of finish_step")],
+)
+def test_a_collective_that_a_rank_never_joins_is_named(at: str, collective: str, tmp_path: Path) -> None:
     parallel = {"dp": 2, "timeout_s": WAIT_S}
     config(tmp_path, "run", **parallel)
-    ended = start(tmp_path, fault="hang:1:1:end", **_changes(tmp_path, parallel))
+    ended = start(tmp_path, fault=at, **_changes(tmp_path, parallel))
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        "error: rank 1 failed in step 1: it is stuck (rank 0: step 1: not all other ranks came to all_gather_object of "
-        "finish_step: one is stuck, or gone"
+        "error: rank 1 failed in step 1: it is stuck (rank 0: step 1: not all other ranks came to "
+        f"{collective}: one is stuck, or gone"
     )
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from sparsebalance.planning.baselines import BASELINES
-from tests.conftest import ROOT
+from tests.distributed import forked
 from tests.distributed.gradient_worker import CHUNKED
 
 pytestmark = pytest.mark.distributed
@@ -18,14 +15,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, object]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.distributed.gradient_worker"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    record: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    record: dict[str, object] = json.loads(forked.run("gradient_worker", 2))
     return record
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from rich.console import Console
 
 from sparsebalance.reporting.planned.command import report
 from sparsebalance.reporting.planned.records import parse_step
-from tests.conftest import ROOT
+from tests.distributed import forked
 from tests.distributed.report_worker import LENGTHS, STEPS
 from tests.models import question_rows, write_rows
 
@@ -26,13 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds what report_worker.py left: a run and a comparison."""
     folder = tmp_path_factory.mktemp("pipelines")
     write_rows(folder / "chat.jsonl", question_rows(*LENGTHS))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.distributed.report_worker", str(folder)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    forked.run("report_worker", 2, str(folder))
     return folder
 
 

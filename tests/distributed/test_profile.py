@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from sparsebalance.planning.table_file import load_table
-from tests.conftest import ROOT
+from tests.distributed import forked
 from tests.models import tiny_run
 
 pytestmark = pytest.mark.distributed
@@ -21,13 +18,8 @@ pytestmark = pytest.mark.distributed
 def test_profile_on_two_processes(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_run(tmp_path)))
     path = tmp_path / "tables" / "table.json"
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "sparsebalance", "profile", "--config", str(tmp_path / "config.yaml"),
-            "--table", str(path), "--check", "--json",
-        ],
-        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    config = str(tmp_path / "config.yaml")
+    done = forked.command_line(["profile", "--config", config, "--table", str(path), "--check", "--json"])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)  # rank 0 alone prints, and only this
     table = load_table(path)

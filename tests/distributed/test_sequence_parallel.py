@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.distributed.sequence_worker import CASES, DEGREES, LIMIT_S, TUNINGS
+from tests.distributed import forked
+from tests.distributed.sequence_worker import CASES, DEGREES, TUNINGS, WORLD
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    store = tmp_path_factory.mktemp("sequence") / "store"
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.distributed.sequence_worker", str(store)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, complaints = worker.communicate(timeout=LIMIT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all of them ended
-            os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
-    assert worker.returncode == 0, complaints
-    record: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+def found() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(forked.run("sequence_worker", WORLD))
     return record
 
 

@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
-from tests.distributed.tensor_worker import CASES, HAS_PEFT, LIMIT_S, THREE, work
+from tests.distributed import forked
+from tests.distributed.tensor_worker import CASES, HAS_PEFT, THREE
 from tests.models import VOCABULARY
 
 pytestmark = pytest.mark.distributed
 
 
-def launch(degree: int, folder: Path) -> dict[str, Any]:
-    """What rank 0 of `degree` processes wrote; none of them outlives this call."""
-    # A server that has imported everything once forks them: importing takes longer than all of the work.
-    multiprocessing.set_forkserver_preload([work.__module__])
-    context = mp.start_processes(work, (degree, str(folder)), degree, join=False, start_method="forkserver")
-    end = time.monotonic() + LIMIT_S
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < end, f"tensor-parallel processes took more than {LIMIT_S} s"
-    finally:
-        for process in context.processes:
-            process.kill()
-    record: dict[str, Any] = json.loads((folder / "found.json").read_text())
+@pytest.fixture(scope="module")
+def on_two() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(forked.run("tensor_worker", 2))
     return record
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return launch(2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def on_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return launch(3, tmp_path_factory.mktemp("three"))
+def on_three() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(forked.run("tensor_worker", 3))
+    return record
 
 
 def check(name: str, found: dict[str, Any]) -> None:

@@ -18,23 +18,31 @@ import yaml
 from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.trainer import train
 from tests.conftest import ROOT
+from tests.distributed import forked
 from tests.distributed.training_worker import CHUNKED, EPOCHS, LENGTHS, SHORT_TAIL, config
 from tests.models import question_rows, tiny_run, write_rows
 
 pytestmark = pytest.mark.distributed
 
+WORKER = "tests.distributed.launch_worker"
 LIMIT_S = 150  # a hang, not a slow machine
 
 
 def command(folder: Path, *arguments: str, **changes: Any) -> list[str]:
-    """`sparsebalance train` with two ranks that launch_worker.py stands in for."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(tiny_run(folder, **changes)))
+    """`sparsebalance train` in new interpreters, with two ranks that launch_worker.py stands in for."""
     code = (
         "import sys; from sparsebalance import cli; from sparsebalance.training import launch\n"
-        "launch.WORKER_MODULE = 'tests.distributed.launch_worker'\n"
+        f"launch.WORKER_MODULE = '{WORKER}'\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
-    return [sys.executable, "-c", code, "train", "--config", str(folder / "config.yaml"), *arguments]
+    return [sys.executable, "-c", code, "train", "--config", written(folder, **changes), *arguments]
+
+
+def written(folder: Path, **changes: Any) -> str:
+    """Path of a config."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_run(folder, **changes)))
+    return str(path)
 
 
 def environment(fault: str = "") -> dict[str, str]:
@@ -42,15 +50,8 @@ def environment(fault: str = "") -> dict[str, str]:
 
 
 def start(folder: Path, *arguments: str, fault: str = "", **changes: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *arguments, **changes),
-        cwd=ROOT,
-        env=environment(fault),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    config = written(folder, **changes)
+    return forked.command_line(["train", "--config", config, *arguments], WORKER, **environment(fault))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -64,22 +65,24 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in line.items() if k not in timed}, "workers": workers}
 
 
-def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_killed_run_resumes_exactly(shard: int, tmp_path: Path) -> None:
     """Rank 1 is killed in step 3 of 4, after the checkpoint of step 2: then on, and the same as never stopped.
 
     Online correction is off: with it, plans depend on measured times.
     """
-    repeatable = {"correction": False}
-    killed = start(tmp_path, fault="kill:1:3", balance=repeatable)
+    repeatable, parallel = {"correction": False}, {"dp": 2, "shard": shard}
+    killed = start(tmp_path, fault="kill:1:3", balance=repeatable, parallel=parallel)
     assert killed.returncode == 1
     assert (
         "error: rank 1 failed in step 3: it was ended by signal 9 (rank 0: step 3: not all other ranks" in killed.stderr
     )
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
-    resumed = start(tmp_path, "--resume", balance=repeatable)
+    resumed = start(tmp_path, "--resume", balance=repeatable, parallel=parallel)
     assert resumed.returncode == 0, resumed.stderr
     table = tmp_path / "run" / "latency_table.json"
-    straight = start(tmp_path, out=str(tmp_path / "straight"), balance={"table": str(table), **repeatable})
+    balance = {"table": str(table), **repeatable}
+    straight = start(tmp_path, out=str(tmp_path / "straight"), balance=balance, parallel=parallel)
     assert straight.returncode == 0, straight.stderr
 
     found, expected = ([untimed(line) for line in metrics(tmp_path / name)] for name in ("run", "straight"))
@@ -146,7 +149,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
 def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(tmp_path: Path) -> None:
     """They must not go on writing where a new run may start."""
     launcher = subprocess.Popen(
-        command(tmp_path, steps=100_000, checkpoint_every=0), cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL
+        command(tmp_path, steps=100_000, checkpoint_every=0),
+        cwd=ROOT,
+        env=environment(),
+        stderr=subprocess.DEVNULL,
     )
     ranks = ranks_of_started(launcher, tmp_path / "run" / "metrics.jsonl")
     launcher.kill()
@@ -193,14 +199,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """What training_worker.py did on two ranks: the folder of its runs, and what it says itself."""
     folder = tmp_path_factory.mktemp("runs")
     write_rows(folder / "chat.jsonl", question_rows(*LENGTHS))
-    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launched, "-m", "tests.distributed.training_worker", str(folder)],
-        cwd=ROOT, env={**environment(), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")},
-        capture_output=True, text=True, timeout=2 * LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout.strip().splitlines()[-1])
+    return folder, json.loads(forked.run("training_worker", 2, str(folder), XDG_CACHE_HOME=str(folder / "cache")))
 
 
 def units_of(line: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Run by torchrun with a folder: several short training runs on two ranks, one after another; JSON on rank 0.
+"""Run by forked.py with a folder: several short training runs on two ranks, one after another; JSON on rank 0.
 
 Runs that stop and go on do so in the same processes: what a new process starts with is what `train` reads.
 """
@@ -101,7 +101,3 @@ def main() -> None:
     if ranks.is_first:
         print(json.dumps(found), file=sys.stdout, flush=True)
     stop()
-
-
-if __name__ == "__main__":
-    main()

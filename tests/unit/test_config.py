@@ -67,6 +67,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     [
         ({"steps": 0}, "steps is 0, but it must be at least 1"),
         ({"parallel": {"dp": 0}}, "parallel.dp is 0"),
+        ({"parallel": {"shard": 0}}, "parallel.shard is 0"),
+        ({"parallel": {"dp": 2, "sp": 2, "shard": 3}}, "parallel.shard is 3, but it must divide the dp 2 x sp 2"),
         ({"attention": {"budget": 0}}, "attention.budget is 0"),
         ({"attention": {"block_size": -4}}, "attention.block_size is -4"),
         ({"model": {"hidden": 30, "heads": 4}}, "hidden 30 must be a multiple of heads 4"),

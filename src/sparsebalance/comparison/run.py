@@ -142,6 +142,7 @@ def _plan(
 
 def _probe(session: Session, plan: StepPlan) -> Probes:
     rows = session.config.attention.probe_rows
+    session.gradients.begin()
     mine = session.engine.probe(plan.ranks[session.ranks.replica], session.data.examples, rows)
     return merged(session.ranks.gather(mine))
 

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sparsebalance.planning.errors import InputError
 from sparsebalance.training.engine import Engine
@@ -83,10 +84,11 @@ class Part:
 def take_part(ranks: Ranks, engine: Engine, optimizer: torch.optim.Optimizer) -> Part | None:
     """Copy weights and optimiser state for a checkpoint; None on ranks that leave writing to another one.
 
-    Tensor-parallel ranks put their parts together: all those of a worker call it at once.
+    Ranks that share parameters out put their parts together: all call it at once.
     """
     tensor_rank, first = ranks.rank % ranks.topology.tp, ranks.rank - ranks.rank % ranks.topology.tp
-    if first not in writers(ranks):
+    writes = first in writers(ranks) and not tensor_rank
+    if first not in writers(ranks) and ranks.shards is None:
         return None
     part = Part({}, {})
     for name, parameter in engine.named_parameters.items():
@@ -95,11 +97,11 @@ def take_part(ranks: Ranks, engine: Engine, optimizer: torch.optim.Optimizer) ->
         state = optimizer.state.get(parameter, {})
         weight = _whole(engine, name, parameter, parameter.detach())
         whole = {key: _whole(engine, name, parameter, value) for key, value in state.items()}
-        if not tensor_rank:
+        if writes:
             part.weights[name] = weight
             if whole:
                 part.states[name] = whole
-    return None if tensor_rank else part
+    return part if writes else None
 
 
 def _whole(engine: Engine, name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:
@@ -107,6 +109,8 @@ def _whole(engine: Engine, name: str, parameter: nn.Parameter, value: Tensor) ->
 
     Of what is not cut, the first rank's is the whole.
     """
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
     split = None if engine.tensor is None else engine.tensor.splits[name]
     if engine.tensor is None or split is None or split.dim is None or value.shape != parameter.shape:
         return value.to("cpu", copy=True).contiguous()
@@ -199,7 +203,14 @@ def _fill(path: Path, engine: Engine, name: str, parameter: nn.Parameter, value:
             f"checkpoint {path} does not fit the configured model: {name} is {tuple(value.shape)}, but the model's is "
             f"{shape}; resume with the same model settings"
         )
-    parameter.copy_(value if engine.tensor is None else engine.tensor.part(name, value))
+    parameter.copy_(_share(parameter, value if engine.tensor is None else engine.tensor.part(name, value)))
+
+
+def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This process's share of what has the shape of a parameter, where it is shared out."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _load_optimizer(path: Path, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -213,4 +224,5 @@ def _load_optimizer(path: Path, engine: Engine, optimizer: torch.optim.Optimizer
             if tensor is not None:
                 whole = tensor.splits[own].shape
                 state = {k: tensor.part(own, v) if tuple(v.shape) == whole else v for k, v in state.items()}
+            state = {k: _share(named[own], v) if v.shape == named[own].shape else v for k, v in state.items()}
             optimizer.state[named[own]] = state

@@ -198,6 +198,8 @@ class ParallelConfig:
         pp: pipeline stages.
         tp: processes that share out a stage's heads and matrices.
         sp: processes that share out a micro-batch's tokens, and in attention its heads (Ulysses).
+        shard: of the dp x sp processes that hold the same parameters, so many share out parameters, gradients and
+            optimiser state between steps (FSDP2; fewer than all: HSDP); while a step runs, each holds them whole.
         schedule: of the pipeline: "auto" takes what is simulated fastest for each step, of "1f1b" and "zero_bubble";
             or one of "gpipe", "1f1b", "interleaved" (two stages a process; whole samples only), "zero_bubble".
         threads: CPU threads of each process.
@@ -210,6 +212,7 @@ class ParallelConfig:
     pp: int = 1
     tp: int = 1
     sp: int = 1
+    shard: int = 1
     schedule: Literal["auto"] | ScheduleName = "auto"
     threads: int = 1
     timeout_s: int = 600
@@ -324,6 +327,7 @@ def check_config(config: RunConfig) -> None:
         "parallel.pp": (config.parallel.pp, 1),
         "parallel.tp": (config.parallel.tp, 1),
         "parallel.sp": (config.parallel.sp, 1),
+        "parallel.shard": (config.parallel.shard, 1),
         "parallel.threads": (config.parallel.threads, 1),
         "parallel.timeout_s": (config.parallel.timeout_s, 1),
         "model.layers": (config.model.layers, 1),
@@ -343,6 +347,11 @@ def check_config(config: RunConfig) -> None:
             raise InputError(f"{name} is {wished}, but it must be at least 1, or unset")
     if config.parallel.memory_gb is not None and not config.parallel.memory_gb > 0:
         raise InputError(f"parallel.memory_gb is {config.parallel.memory_gb}, but it must be above 0")
+    if (config.parallel.dp * config.parallel.sp) % config.parallel.shard:
+        raise InputError(
+            f"parallel.shard is {config.parallel.shard}, but it must divide the dp {config.parallel.dp} x "
+            f"sp {config.parallel.sp} processes that hold the same parameters"
+        )
     if config.model.hidden % config.model.heads or config.model.heads % config.model.kv_heads:
         raise InputError(
             f"model: hidden {config.model.hidden} must be a multiple of heads {config.model.heads}, and heads "

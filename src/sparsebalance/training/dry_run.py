@@ -56,7 +56,7 @@ def dry_run(config: RunConfig, ranks: Ranks, console: Console) -> dict[str, Any]
     session = open_session(config, ranks)
     session = session.staged(_uniform_model(session))
     optimizer = make_optimizer(session.engine.named_parameters, config.optimizer)
-    _make_optimizer_state(optimizer)
+    _make_optimizer_state(session, optimizer)
     static_mb = (((memory_in_use() or 0) - before) / 1e6) if memory_in_use() is not None else None
     policy = _policy(session)
     steps = min(config.steps, PLANNED)
@@ -93,8 +93,10 @@ def dry_run(config: RunConfig, ranks: Ranks, console: Console) -> dict[str, Any]
     return result
 
 
-def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+def _make_optimizer_state(session: Session, optimizer: torch.optim.Optimizer) -> None:
     """An update that changes nothing: it allocates what every later one keeps."""
+    session.gradients.begin()
+    session.gradients.reduce()
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

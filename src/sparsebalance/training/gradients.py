@@ -72,8 +72,7 @@ class Gradients(ABC):
             gradients.pop(self._tied, None)
         if self._tensor is not None:
             gradients = self._tensor.counted_once(gradients)
-        squares = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients.values())
-        return math.sqrt(self._ranks.sum_over_model(squares))
+        return math.sqrt(self._ranks.sum_over_model(self._square_sum(gradients.values())))
 
     def clip(self, limit: float) -> float:
         """Scale down to `limit` where the norm is larger; returns the norm before. Collective."""
@@ -91,6 +90,10 @@ class Gradients(ABC):
         """What `copies` returned, after any step since."""
         for name, gradient in self.own.items():
             gradient.copy_(copies[name])
+
+    def _square_sum(self, gradients: Iterable[Tensor]) -> float:
+        """Over the processes that have a part of these gradients each."""
+        return sum((float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients), 0.0)
 
     def _complete_over_model(self) -> None:
         gradients = self.own

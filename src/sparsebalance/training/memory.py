@@ -31,6 +31,7 @@ def memory_model(config: RunConfig, identity: Identity) -> MemoryModel:
         identity.checkpointing,
         config.parallel.tp,
         config.parallel.sp,
+        config.parallel.shard,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from sparsebalance.planning.errors import InputError
 from sparsebalance.planning.plan import Topology
@@ -43,6 +44,8 @@ class Ranks:
         ends: first and last worker of this process's pipeline, for them alone.
         sequence, tensor, heads: processes that share out this one's tokens, its heads and matrices, or either.
         model: processes that hold different parameters of one copy of the model.
+        shards: of `data`, those that share parameters out between steps; two dimensions where there are several such
+            groups. None where each holds its parameters whole.
     """
 
     rank: int
@@ -55,6 +58,7 @@ class Ranks:
     tensor: dist.ProcessGroup | None = field(default=None, compare=False)
     heads: dist.ProcessGroup | None = field(default=None, compare=False)
     model: dist.ProcessGroup | None = field(default=None, compare=False)
+    shards: DeviceMesh | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.topology.world_size == 1:
@@ -147,19 +151,28 @@ def start(config: ParallelConfig) -> Ranks:
     # A store of this attempt: torchrun's own still holds the addresses of processes that it has started again.
     store = store_of_attempt(rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    return joined_ranks(rank, topology, config.timeout_s)
+    return joined_ranks(rank, topology, config.timeout_s, config.shard)
 
 
-def joined_ranks(rank: int, topology: Topology, timeout_s: float) -> Ranks:
-    """This process's place and groups; all processes call it at once, after `init_process_group`."""
+def joined_ranks(rank: int, topology: Topology, timeout_s: float, shard: int = 1) -> Ranks:
+    """This process's place and groups; all processes call it at once, after `init_process_group`.
+
+    Args:
+        shard: processes of those with the same parameters that share them out between steps.
+    """
     limit = datetime.timedelta(seconds=timeout_s)
     places = np.arange(topology.world_size).reshape(topology.dp, topology.pp, topology.sp, topology.tp)
 
-    def group(*along: int) -> dist.ProcessGroup | None:
+    def alike(*along: int) -> list[list[int]]:
         """Processes that differ along these dimensions alone."""
         rows = np.moveaxis(places, along, range(-len(along), 0)).reshape(-1, *(places.shape[axis] for axis in along))
-        members = [row.ravel().tolist() for row in rows]
+        return [row.ravel().tolist() for row in rows]
+
+    def joined(members: list[list[int]]) -> dist.ProcessGroup | None:
         return dist.new_subgroups_by_enumeration(members, timeout=limit)[0] if len(members[0]) > 1 else None
+
+    def group(*along: int) -> dist.ProcessGroup | None:
+        return joined(alike(*along))
 
     data, forward, backward, model = group(0, 2), group(1), group(1), group(1, 3)
     sequence, tensor, heads = group(2), group(3), group(2, 3)
@@ -171,7 +184,21 @@ def joined_ranks(rank: int, topology: Topology, timeout_s: float) -> Ranks:
         ends = dist.new_subgroups_by_enumeration(outer, timeout=limit)[0]
         if not any(rank in pair for pair in outer):
             ends = None
-    return Ranks(rank, topology.world_size, topology, data, pipeline, ends, sequence, tensor, heads, model)
+    shards = None
+    if shard > 1:
+        grids = [np.array(row).reshape(-1, shard) for row in alike(0, 2)]
+        within = joined([row for grid in grids for row in grid.tolist()])
+        copies = joined([column for grid in grids for column in grid.T.tolist()])
+        shards = _mesh(within, copies, next(grid for grid in grids if rank in grid))
+    return Ranks(rank, topology.world_size, topology, data, pipeline, ends, sequence, tensor, heads, model, shards)
+
+
+def _mesh(within: dist.ProcessGroup | None, copies: dist.ProcessGroup | None, grid: np.ndarray) -> DeviceMesh:
+    """Of [copies, processes that share one out]; without the first dimension where there is one copy."""
+    assert within is not None
+    if copies is None:
+        return DeviceMesh.from_group(within, "cpu", mesh_dim_names=("shard",))
+    return DeviceMesh.from_group([copies, within], "cpu", mesh=grid.tolist(), mesh_dim_names=("copy", "shard"))
 
 
 def stop() -> None:

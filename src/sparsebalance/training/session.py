@@ -139,7 +139,7 @@ class Session:
         Raises:
             InputError: more stages than layers, or heads that cannot be shared out.
         """
-        if self.topology.world_size == self.topology.dp:
+        if self.topology.world_size == self.topology.dp and self.ranks.shards is None:
             return self
         stages = PipelineModel(self.config.parallel.schedule).stages(self.topology)
         budgets = (self.config.attention.budget,) * model.layers

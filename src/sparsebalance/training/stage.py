@@ -34,11 +34,13 @@ class Stage:
         layers: numbers of its layers in the whole model.
         names: of all parameters of the whole model.
         cross_entropy: of (hidden states, head's weight, targets, clock); another one under tensor parallelism.
+        inside: calls a function that uses the model's parameters; another one where they are shared out.
     """
 
     def __init__(self, model: PreTrainedModel, place: int, count: int, layers: range, names: frozenset[str]) -> None:
         self.model, self.place, self.count, self.layers, self.names = model, place, count, layers, names
         self.cross_entropy: CrossEntropy = linear_cross_entropy
+        self.inside: Callable[[Callable[[], Tensor]], Tensor] = _call
 
     @classmethod
     def whole(cls, model: PreTrainedModel) -> Stage:
@@ -79,17 +81,32 @@ class Stage:
         Args:
             received: [T, hidden] from the stage before; None on the first.
         """
+        return self.inside(lambda: self._hidden(row, context, received))
+
+    def output(self, row: PackedRow, context: SparseContext, received: Tensor | None, denominator: int) -> Tensor:
+        """What the stage's backward begins with: on the last one the part of a mean loss, else `hidden`."""
+
+        def loss() -> Tensor:
+            return self._loss_sum(row, context, self._hidden(row, context, received)) / denominator
+
+        return self.inside(loss) if self.is_last else self.hidden(row, context, received)
+
+    def _hidden(self, row: PackedRow, context: SparseContext, received: Tensor | None) -> Tensor:
         inputs = {"input_ids": row.input_ids} if received is None else {"inputs_embeds": received[None]}
         output = self.model.base_model(**inputs, position_ids=row.position_ids, use_cache=False, sparse=context)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
-    def loss_sum(self, row: PackedRow, context: SparseContext, hidden: Tensor) -> Tensor:
+    def _loss_sum(self, row: PackedRow, context: SparseContext, hidden: Tensor) -> Tensor:
         """Cross-entropy summed over the row's target tokens; exactly 0 where it has none."""
         if not row.targets.numel():  # a chunk may have none: it must not hold a gradient of the head's size for it
             return hidden[row.target_index].sum()
         with context.clock.measure("head"):
             return self.cross_entropy(hidden[row.target_index], self.head, row.targets, context.clock)
+
+
+def _call(compute: Callable[[], Tensor]) -> Tensor:
+    return compute()
 
 
 def cut(model: PreTrainedModel, layers: Sequence[int]) -> list[Stage]:

@@ -17,6 +17,7 @@ from sparsebalance.training.config import ParallelConfig
 from sparsebalance.training.engine import Engine
 from sparsebalance.training.gradients import FlatGradients, Gradients
 from sparsebalance.training.parallel import Ranks
+from sparsebalance.training.sharded import ShardedGradients
 from sparsebalance.training.stage import cut, untie
 from sparsebalance.training.tensor_parallel import check_tensor_degree, parallelize
 
@@ -46,6 +47,8 @@ def own_part(engine: Engine, ranks: Ranks, layers: Sequence[int]) -> tuple[Engin
         tensor=tensor,
         heads=ranks.heads,
     )
+    if ranks.shards is not None:
+        return part, ShardedGradients(part, ranks, ranks.shards)
     return part, FlatGradients(part.named_parameters, ranks, part.tied_elsewhere, tensor)
 
 

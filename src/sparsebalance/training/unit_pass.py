@@ -111,12 +111,9 @@ class UnitPass:
         return self.clock.unit_time(budgets)
 
     def _graph(self) -> Tensor:
-        """The loss on the last stage, else the hidden states, ready for their backward."""
+        """See `Stage.output`; ready for its backward."""
         with self._collecting():
-            hidden = self.stage.hidden(self.row, self.context, self._received)
-            if not self.stage.is_last:
-                return hidden
-            return self.stage.loss_sum(self.row, self.context, hidden) / self.denominator
+            return self.stage.output(self.row, self.context, self._received, self.denominator)
 
     def _collecting(self) -> AbstractContextManager[None]:
         if self.splitter is None or self._deferred is None:
