@@ -1,4 +1,4 @@
-"""Run by forked.py with a folder and legs NAME:DP:PP:TP:SHARD:UNTIL: runs that go on, one after another, as other topologies.
+"""Run by forked.py with a folder and legs NAME:DP:PP:TP:SHARD:UNTIL: runs that go on, one after another, elsewhere.
 
 A leg begins the run NAME, or goes on from its last checkpoint, and is asked to stop when UNTIL steps are done.
 """
