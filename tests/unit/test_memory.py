@@ -83,7 +83,7 @@ def test_weights_gradients_and_optimizer_by_hand() -> None:
 def test_zero_spreads_the_optimizer_alone_and_tensor_ranks_spread_everything() -> None:
     stage = StageLayers(4)
     whole = model().static(stage)
-    assert model(shards=4).static(stage) == pytest.approx((whole[0] * 5 / 4, whole[1], whole[2] / 4))
+    assert model(shards=4).static(stage) == pytest.approx((whole[0], whole[1], whole[2] / 4))
     assert model(tp=2).static(stage) == pytest.approx([mb / 2 for mb in whole])
     assert model(sp=2).static(stage) == whole  # every sequence rank holds the whole layer
 
@@ -340,6 +340,13 @@ def test_the_longest_whole_micro_batch_respects_cap_and_memory() -> None:
     assert longest_whole(config, IDENTITY, 600, limit) == 600
     assert longest_whole(config, IDENTITY, 9000, 0.0) == 2 * IDENTITY.block_size
     assert longest_whole(config, IDENTITY, 3, 0.0) == 3
+
+
+def test_what_is_shared_out_counts_whole_in_a_step_beside_the_share() -> None:
+    alone, shared = (unit_memory(run_config(parallel=ParallelConfig(dp=4, shard=n)), IDENTITY, 100, 10) for n in (1, 4))
+    assert shared.weights == pytest.approx(alone.weights * 5 / 4)
+    assert shared.gradients == alone.gradients
+    assert shared.optimizer == pytest.approx(alone.optimizer / 4)
 
 
 def test_tuning_may_raise_the_budget_and_memory_is_checked_for_that() -> None:

@@ -53,8 +53,7 @@ class MemoryModel:
     gradient_bytes: per parameter.
     checkpointing: a layer keeps its input alone, and one layer at a time is computed again.
     tp, sp: a micro-batch's tokens, or a layer's width, are spread over tp * sp devices.
-    shards: devices that share weights, gradients and the optimiser's state out between steps; while one runs, each
-        holds weights and gradients whole, beside its share of the weights (ZeRO stage 1).
+    shards: devices over which the optimiser's state is spread (ZeRO stage 1: the data-parallel ranks).
     """
 
     decoder: Decoder
@@ -94,9 +93,7 @@ class MemoryModel:
     def static(self, stage: StageLayers) -> tuple[float, float, float]:
         """Megabytes of weights, gradients, optimiser."""
         count = self.parameters(stage) / MB
-        own = count / self.shards
-        weights = count * self.dtype_bytes + (own * self.dtype_bytes if self.shards > 1 else 0)
-        return weights, count * self.gradient_bytes, own * self.optimizer_bytes
+        return count * self.dtype_bytes, count * self.gradient_bytes, count * self.optimizer_bytes / self.shards
 
     def activations_mb(self, tokens: float, layers: int, head: bool = False) -> float:
         """Kept from a unit's forward to its backward, on each of tp * sp devices.

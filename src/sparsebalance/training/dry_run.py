@@ -25,7 +25,7 @@ from sparsebalance.planning.policy import Policy, cuts, plan_step
 from sparsebalance.profiling.memory import PeakMemory, memory_in_use
 from sparsebalance.reporting.progress import progress_bars
 from sparsebalance.training.config import RunConfig
-from sparsebalance.training.memory import chain_memory, describe, largest_chains, memory_model
+from sparsebalance.training.memory import chain_memory, describe, largest_chains, memory_model, static_memory
 from sparsebalance.training.parallel import Ranks
 from sparsebalance.training.session import (
     Session,
@@ -71,14 +71,14 @@ def dry_run(config: RunConfig, ranks: Ranks, console: Console) -> dict[str, Any]
                 progress.advance(task)
     if not ranks.is_first:
         return None
-    model, stages = memory_model(config, session.identity), session.engine.stages
+    stages = session.engine.stages
     stage = StageLayers(len(session.engine.layers), stages[0].is_first, stages[-1].is_last)
     limit = session.memory_mb
     result = {
         "steps_planned": steps,
         "unit_size": policy.unit_size,
         "available_mb": limit,
-        "static_predicted_mb": sum(model.static(stage)),
+        "static_predicted_mb": sum(static_memory(config, session.identity, stage)),
         "static_measured_mb": static_mb,
         "units": rows,
     }

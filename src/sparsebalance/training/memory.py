@@ -35,21 +35,27 @@ def memory_model(config: RunConfig, identity: Identity) -> MemoryModel:
     )
 
 
-def _with_stages(config: RunConfig, identity: Identity, parts: MemoryParts) -> MemoryParts:
+def static_memory(config: RunConfig, identity: Identity, stage: StageLayers) -> tuple[float, float, float]:
+    """Megabytes of weights, gradients and optimiser of a process in a step: where weights are shared out, it holds its
+    share beside the whole ones."""
+    weights, gradients, optimizer = memory_model(config, identity).static(stage)
+    shard = config.parallel.shard
+    return weights + (weights / shard if shard > 1 else 0.0), gradients, optimizer
+
+
+def _of_process(config: RunConfig, identity: Identity, parts: MemoryParts) -> MemoryParts:
     """Of a stage, from those of the whole model: about as many micro-batches are in flight as there are stages, so that
     activations and state stay what they are, and weights are those of the stage that has most."""
     stages, layers = config.parallel.pp, identity.decoder.layers
-    if stages == 1:
-        return parts
-    most = StageLayers(-(-layers // stages), embedding=True, head=identity.decoder.tied)
-    weights, gradients, optimizer = memory_model(config, identity).static(most)
+    most = StageLayers(-(-layers // stages), embedding=True, head=stages == 1 or identity.decoder.tied)
+    weights, gradients, optimizer = static_memory(config, identity, most)
     return replace(parts, weights=weights, gradients=gradients, optimizer=optimizer)
 
 
 def unit_memory(config: RunConfig, identity: Identity, tokens: int, targets: int) -> MemoryParts:
     """Peak megabytes of a rank that runs a micro-batch of so many tokens."""
     stage = StageLayers(identity.decoder.layers)
-    return _with_stages(config, identity, memory_model(config, identity).single_unit(tokens, targets, stage))
+    return _of_process(config, identity, memory_model(config, identity).single_unit(tokens, targets, stage))
 
 
 def sample_memory(config: RunConfig, identity: Identity, sample: Sample, unit_size: int | None) -> MemoryParts:
@@ -59,7 +65,7 @@ def sample_memory(config: RunConfig, identity: Identity, sample: Sample, unit_si
     stage, keep = StageLayers(identity.decoder.layers), config.balance.keep_chunks
     model = memory_model(config, identity)
     parts = model.chunked_sample(sample.length, sample.targets, stage, unit_size, keep)
-    return _with_stages(config, identity, parts)
+    return _of_process(config, identity, parts)
 
 
 def available_mb(config: RunConfig) -> float | None:
