@@ -86,13 +86,13 @@ def take_part(ranks: Ranks, engine: Engine, optimizer: torch.optim.Optimizer) ->
 
     Ranks that share parameters out put their parts together: all call it at once.
     """
-    tensor_rank, first = ranks.rank % ranks.topology.tp, ranks.rank - ranks.rank % ranks.topology.tp
-    writes = first in writers(ranks) and not tensor_rank
+    first = ranks.rank - ranks.rank % ranks.topology.tp
     if first not in writers(ranks) and ranks.shards is None:
         return None
-    part = Part({}, {})
+    writes, part = ranks.rank in writers(ranks), Part({}, {})
+    tied = engine.tied_elsewhere if ranks.stage_worker else None  # the first stage writes it
     for name, parameter in engine.named_parameters.items():
-        if ranks.stage_worker and name == engine.tied_elsewhere:  # the first stage writes it
+        if name == tied:
             continue
         state = optimizer.state.get(parameter, {})
         weight = _whole(engine, name, parameter, parameter.detach())

@@ -105,6 +105,11 @@ class Engine:
         tied = tied_elsewhere(self.stages)
         return next((name for name, parameter in self.named_parameters.items() if parameter is tied), None)
 
+    def row(self, unit: MicroBatch, examples: Sequence[Example]) -> PackedRow:
+        """Of a micro-batch, this rank's tokens where others share them out."""
+        row = pack(unit, examples)
+        return row if self.sequence is None else shard(row, self.sequence.rank, self.sequence.degree)
+
     def context(
         self,
         unit: MicroBatch,
@@ -295,9 +300,7 @@ class _Step:
             if state is None:
                 state = SampleState(unit.segments[0].sample_length, engine.block_size)
                 self._states[action.stage, chain] = state
-        row = pack(unit, self._examples)
-        if engine.sequence is not None:
-            row = shard(row, engine.sequence.rank, engine.sequence.degree)
+        row = engine.row(unit, self._examples)
         # A chunk's own queries alone would tell of a part of the sample; the last one sees all of its keys.
         last = unit.segments[-1].end == unit.segments[-1].sample_length
         probe_rows = self._probe_rows if last else 0

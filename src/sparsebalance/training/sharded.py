@@ -28,9 +28,7 @@ from sparsebalance.planning.plan import Latency, MicroBatch, Sample, Segment
 from sparsebalance.training.data import IGNORE, Example
 from sparsebalance.training.engine import Engine
 from sparsebalance.training.gradients import Gradients
-from sparsebalance.training.packing import pack
 from sparsebalance.training.parallel import Ranks
-from sparsebalance.training.sequence_parallel import shard
 from sparsebalance.training.stage import Stage
 
 # What runs to have FSDP scatter the gradients: with them, it adds zeros.
@@ -86,11 +84,9 @@ class ShardedGradients(Gradients):
         """FSDP sums gradients in a backward alone, so a tiny one runs, times zero."""
         engine = self._engine
         unit = MicroBatch((Segment.whole(Sample(0, 2, 1)),), (1,) * stage.model.config.num_hidden_layers, Latency(0, 0))
-        row, tokens, received = pack(unit, [TINY]), engine.shard_tokens(unit.tokens), None
-        if engine.sequence is not None:
-            row = shard(row, engine.sequence.rank, engine.sequence.degree)
+        row, received = engine.row(unit, [TINY]), None
         if not stage.is_first:
-            received = torch.zeros(tokens, stage.width, dtype=stage.model.dtype)
+            received = torch.zeros(engine.shard_tokens(unit.tokens), stage.width, dtype=stage.model.dtype)
         output = stage.output(row, engine.context(unit, row), received, 1)
         if output.requires_grad:  # else all of the stage is frozen
             _sum_in_backward(stage, True)

@@ -150,7 +150,6 @@ def train(
         planner.close()
         metrics.close()
         saving.close()
-    session.gradients.begin()
     return Trained(records, books.close(), stopped=first + len(records) < config.steps)
 
 
