@@ -59,4 +59,3 @@ def main() -> None:
         ranks = joined_ranks(base.rank, Topology(dp=dp, pp=pp, tp=tp), 60, shard)
         leg(config(folder, name, dp=dp, pp=pp, tp=tp, shard=shard), ranks, until)
     stop()
-    print("done")

@@ -1,7 +1,7 @@
 """Run by forked.py: models spread over real processes against one process; JSON on rank 0.
 
-The arguments are topologies as DPxPPxTPxSP or DPxPPxTPxSP/SHARD, each of as many processes as there are; the first is
-looked at most, where they are fewer than 8.
+The arguments are topologies as DPxPPxTPxSP or DPxPPxTPxSP/SHARD, each of as many processes as there are; of fewer
+than 8, pipelines of two stages are looked at most.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def main() -> None:
     for spoken in sys.argv[1:]:
         degrees, _, shard = spoken.partition("/")
         ranks = joined_ranks(base.rank, Topology(*map(int, degrees.split("x"))), 60, int(shard or 1))
-        found[spoken] = differences(ranks, thorough=spoken == sys.argv[1] and base.world < 8)
+        found[spoken] = differences(ranks, thorough=ranks.topology.pp == 2 and base.world < 8)
     if base.is_first:
         print(json.dumps(found), file=sys.stdout, flush=True)
     stop()

@@ -37,4 +37,3 @@ def main() -> None:
     config = TypeAdapter(CompareConfig).validate_python({**record, "policies": ["random", "sab"]})
     compare(config, ranks, Console(file=open(os.devnull, "w")))  # noqa: SIM115
     stop()
-    print("done")

@@ -152,9 +152,7 @@ def test_a_position_says_nothing_before_it_is_entered(tmp_path: Path) -> None:
     position.Position(None).enter("step 1")  # without a launching process
 
 
-def test_an_action_is_left_when_it_is_done_and_kept_when_it_fails(
-    tmp_path: Path,
-) -> None:
+def test_an_action_is_left_when_it_is_done_and_kept_when_it_fails(tmp_path: Path) -> None:
     position.prepare(tmp_path, 0)
     with (tmp_path / "position-0").open("r+b") as file:
         here = position.Position(mmap.mmap(file.fileno(), position.SIZE))
